@@ -1,0 +1,1 @@
+"""The data plane: tree, rule, messages, schedules, engines, drafters, links, and thin Ray shells round them."""

@@ -1,0 +1,1 @@
+"""The control plane: configuration, the cell, the gateway and the command line."""

@@ -1,0 +1,1 @@
+"""The public API: the .proto files, and the code generated from them."""
