@@ -1,0 +1,63 @@
+"""The wire layout: every message comes back as it was sent, and no bytes whatever do harm."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paceline.actors.messages import Close, GrowthMessage, Malformed, Open, Verdict, decode, encode
+from paceline.actors.tree import NewNode
+from paceline.actors.values import Sampling, Speculation
+
+u32 = st.integers(0, 2**32 - 1)
+tokens = st.lists(u32, max_size=50).map(tuple)
+samplings = st.builds(
+    Sampling, st.floats(0, 10), st.integers(0, 2**31), st.floats(0, 1), st.floats(0, 1), st.integers(0, 2**64 - 1)
+)
+opens = st.builds(
+    Open, u32, u32, tokens, samplings, st.builds(Speculation, st.just("amusd"), st.integers(0, 65535)), u32
+)
+nodes = st.builds(NewNode, st.integers(1, 2**32 - 1), u32, u32, st.floats(-100, 0, width=32))
+growths = st.builds(
+    GrowthMessage, u32, u32, u32, u32, st.lists(nodes, max_size=20).map(tuple), st.booleans(), st.booleans()
+)
+messages = st.one_of(
+    opens, growths, st.builds(Verdict, u32, u32, u32, tokens, st.booleans()), st.builds(Close, u32, u32)
+)
+
+
+@settings(deadline=None)
+@given(messages)
+def test_round_trip(message):
+    assert decode(encode(message)) == message
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_malformed(data):
+    try:
+        decode(data)
+    except Malformed:
+        pass
+
+
+@settings(max_examples=1000, deadline=None)
+@given(messages, st.data())
+def test_a_damaged_message_still_names_its_session_where_the_header_is_whole(message, data):
+    good = encode(message)
+    at = data.draw(st.integers(4, len(good) - 1))
+    bad = data.draw(st.sampled_from([good[:at], good[:at] + b"\xff" + good[at + 1 :], good + b"\0"]))
+    try:
+        decode(bad)
+    except Malformed as error:
+        if len(bad) >= 16:
+            assert (error.session, error.epoch) == struct.unpack_from("<II", bad, 4)
+
+
+def test_positive_and_undefined_log_q_are_malformed():
+    for logq in (0.5, float("nan")):
+        bad = encode(GrowthMessage(1, 2, 3, 0, (NewNode(1, 0, 5, logq),)))
+        with pytest.raises(Malformed, match="log q"):
+            decode(bad)
