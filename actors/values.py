@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+ErrorCode = Literal["", "internal", "exhausted", "bad_logits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,11 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How a request ended.  completion_tokens equals the number of ids that were delivered."""
+    """How a request ended.  completion_tokens equals the number of ids that were delivered.
+
+    error, code: what went wrong, and of what kind it is, where the reason is "error".  "exhausted": there is no room
+    now, the same request may succeed later.
+    """
 
     reason: FinishReason
     prompt_tokens: int
@@ -69,6 +74,7 @@ class Finish:
     seed: int
     stats: Stats
     error: str = ""
+    code: ErrorCode = ""
 
     @property
     def acceptance_length(self) -> float:

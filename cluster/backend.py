@@ -1,0 +1,42 @@
+"""What the gateway needs of a cell; tests put something smaller in its place."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.actors.values import Delta, Request, Speculation
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a cell serves.  speculation: what a request gets that does not choose for itself."""
+
+    target: str
+    drafter: str
+    dtype: str
+    context_length: int
+    vocab_size: int
+    speculation: Speculation
+
+
+class Backend(Protocol):
+    """Runs checked requests."""
+
+    model: ModelInfo
+
+    def generate(self, request: Request) -> AsyncIterator[Delta]:
+        """The deltas of a request; the last one holds its finish.  Closing the iterator early cancels the request.
+
+        Raises BackendError when the cell is gone.
+        """
+        ...
+
+    async def cancel(self, request_id: str) -> None:
+        """End a request; one that is not there any more is fine."""
+        ...
+
+
+class BackendError(RuntimeError):
+    """The cell cannot serve; the request is not to blame."""

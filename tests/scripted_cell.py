@@ -1,0 +1,45 @@
+"""The command line with a scripted cell in place of the real one: ``scripted_cell.py BEHAVIOUR ARGUMENTS...``."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import types
+from typing import Any
+
+from paceline.cluster.cli import main
+from paceline.cluster.models import ModelError
+from scripted import ByteCodec, ScriptedBackend, endless, hello
+
+BEHAVIOUR = sys.argv.pop(1)
+
+
+class CellError(RuntimeError):
+    pass
+
+
+class Cell:
+    """Tells on stderr what is done with it."""
+
+    def __init__(self) -> None:
+        self.backend, self.codec = ScriptedBackend(endless if BEHAVIOUR == "endless" else hello), ByteCodec()
+
+    @classmethod
+    def start(cls, config: Any, progress: Any) -> Cell:
+        progress(f"starting {config.target} with {config.drafter}")
+        match BEHAVIOUR:
+            case "bad_model":
+                raise ModelError(f"{config.target} is no model")
+            case "bad_cell":
+                raise CellError("the verifier\ndied")
+            case "slow_start":
+                signal.pause()
+        return cls()
+
+    def stop(self) -> None:
+        cancelled = self.backend.cancelled.qsize()
+        sys.stderr.write(f"cell stopped, {cancelled} of {len(self.backend.requests)} cancelled\n")
+
+
+sys.modules["paceline.cluster.cell"] = types.SimpleNamespace(Cell=Cell, CellError=CellError)  # type: ignore[assignment]
+main()

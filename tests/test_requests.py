@@ -1,0 +1,285 @@
+"""Checking requests: what is accepted and what it becomes, and for all else the field that is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paceline.actors.schedules import MAX_K, SCHEDULES
+from paceline.actors.values import Request, Sampling, Speculation
+from paceline.cluster.requests import DEFAULT_MAX_TOKENS, Invalid, check, check_options
+from paceline.v1 import generation_pb2 as pb
+from scripted import MODEL, ByteCodec
+
+NAN = math.nan
+
+
+def checked(proto: pb.GenerateRequest, codec: ByteCodec | None = None, **model: int) -> Request:
+    return check(proto, codec or ByteCodec(), dataclasses.replace(MODEL, **model), lambda: "drawn", lambda: 7)
+
+
+def request(**fields) -> pb.GenerateRequest:
+    """A request of these fields; with text "hi" unless they bring an input."""
+    given = {} if {"text", "chat", "tokens", "nothing"} & set(fields) else {"text": "hi"}
+    fields.pop("nothing", None)
+    return pb.GenerateRequest(**(given | fields))
+
+
+def test_a_request_that_names_nothing_gets_the_defaults():
+    expected = Request("drawn", (104, 105), Sampling(seed=7), 62, (), (), False, Speculation("amusd", 4))
+    assert checked(request()) == expected
+    assert checked(request(), context_length=10_000).max_tokens == DEFAULT_MAX_TOKENS == 256
+
+
+def test_every_field_arrives():
+    sampling = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 2**64 - 1}
+    proto = request(
+        tokens={"ids": [0, 299]},
+        sampling=sampling,
+        max_tokens=62,
+        stop=["a", "b" * 256],
+        stop_token_ids=[0, 299],
+        ignore_eos=True,
+        speculation={"schedule": "sync", "k": MAX_K},
+        request_id="a.B_9:-",
+    )
+    expected = Request(
+        "a.B_9:-",
+        (0, 299),
+        Sampling(0.7, 5, 0.9, 0.1, 2**64 - 1),
+        62,
+        ("a", "b" * 256),
+        (0, 299),
+        True,
+        Speculation("sync", MAX_K),
+    )
+    assert checked(proto) == expected
+
+
+def test_zero_is_a_value_of_its_own():
+    sampling = checked(request(sampling={"temperature": 0, "top_k": 0, "min_p": 0, "seed": 0})).sampling
+    assert sampling == Sampling(0.0, 0, 1.0, 0.0, 0)
+    assert math.copysign(1, checked(request(sampling={"temperature": -0.0})).sampling.temperature) == 1
+
+
+def test_a_chat_goes_through_the_template():
+    messages = [{"role": "system", "content": ""}, {"role": "user", "content": "x"}]
+    assert bytes(checked(request(chat={"messages": messages})).prompt) == b"<system><user>x"
+
+
+def test_one_speculation_field_leaves_the_other_at_the_server_default():
+    assert checked(request(speculation={"k": 9})).speculation == Speculation("amusd", 9)
+    assert checked(request(speculation={"schedule": "plain"})).speculation == Speculation("plain", 4)
+
+
+@pytest.mark.parametrize("length", [1, 62, 63])
+def test_a_prompt_that_leaves_room_for_a_token_is_accepted(length):
+    assert checked(request(text="x" * length)).max_tokens == 64 - length
+    assert checked(request(text="x" * length, max_tokens=64 - length)).max_tokens == 64 - length
+
+
+def user(content: str = "hi") -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+BAD = [
+    ({"nothing": 1}, "input", "set exactly one of text, chat, tokens"),
+    ({"text": ""}, "text", "empty"),
+    ({"text": "x" * 64}, "text", "64 tokens; the context of 64 takes at most 63"),
+    ({"text": "x" * 10_000}, "text", "10000 tokens"),
+    ({"tokens": {}}, "tokens.ids", "empty"),
+    ({"tokens": {"ids": [1, 300]}}, "tokens.ids[1]", "below the vocabulary's size, 300, got 300"),
+    ({"tokens": {"ids": [2**32 - 1]}}, "tokens.ids[0]", "got 4294967295"),
+    ({"tokens": {"ids": [1] * 64}}, "tokens", "takes at most 63"),
+    ({"chat": {}}, "chat.messages", "empty"),
+    ({"chat": {"messages": [user(), {"content": "x"}]}}, "chat.messages[1].role", "system, user, assistant, got ''"),
+    ({"chat": {"messages": [user(), user(), {"role": "tool"}]}}, "chat.messages[2].role", "got 'tool'"),
+    ({"chat": {"messages": [user("")]}}, "chat.messages[0].content", "empty"),
+    ({"chat": {"messages": [{"role": "assistant", "content": "x"}]}}, "chat.messages", "must not begin with"),
+    ({"chat": {"messages": [user("x" * 64)]}}, "chat", "70 tokens"),
+    ({"sampling": {"temperature": NAN}}, "sampling.temperature", "0 (greedy) or from 0.000001 to 100, got nan"),
+    ({"sampling": {"temperature": math.inf}}, "sampling.temperature", "got inf"),
+    ({"sampling": {"temperature": -math.inf}}, "sampling.temperature", "got -inf"),
+    ({"sampling": {"temperature": -0.1}}, "sampling.temperature", "got -0.1"),
+    ({"sampling": {"temperature": 100.1}}, "sampling.temperature", "got 100.1"),
+    ({"sampling": {"temperature": 1e-40}}, "sampling.temperature", "got 1e-40"),
+    ({"sampling": {"top_p": 0}}, "sampling.top_p", "above 0 and at most 1, got 0.0"),
+    ({"sampling": {"top_p": 1.01}}, "sampling.top_p", "got 1.01"),
+    ({"sampling": {"top_p": NAN}}, "sampling.top_p", "got nan"),
+    ({"sampling": {"min_p": -0.01}}, "sampling.min_p", "from 0 to 1, got -0.01"),
+    ({"sampling": {"min_p": 1.01}}, "sampling.min_p", "got 1.01"),
+    ({"sampling": {"min_p": NAN}}, "sampling.min_p", "got nan"),
+    ({"max_tokens": 0}, "max_tokens", "at least 1"),
+    ({"max_tokens": 63}, "max_tokens", "from 1 to 62 after a prompt of 2 tokens in a context of 64, got 63"),
+    ({"max_tokens": 2**32 - 1}, "max_tokens", "got 4294967295"),
+    ({"stop": ["x"] * 17}, "stop", "at most 16"),
+    ({"stop": ["x", ""]}, "stop[1]", "1 to 256 characters long, got 0"),
+    ({"stop": ["x" * 257]}, "stop[0]", "got 257"),
+    ({"stop_token_ids": [0, 300]}, "stop_token_ids[1]", "got 300"),
+    ({"stop_token_ids": [0] * 257}, "stop_token_ids", "at most 256"),
+    ({"speculation": {"schedule": "magic"}}, "speculation.schedule", f"{', '.join(SCHEDULES)}, got 'magic'"),
+    ({"speculation": {"schedule": ""}}, "speculation.schedule", "got ''"),
+    ({"speculation": {"k": 0}}, "speculation.k", f"from 1 to {MAX_K}, got 0"),
+    ({"speculation": {"k": MAX_K + 1}}, "speculation.k", f"got {MAX_K + 1}"),
+    ({"request_id": ""}, "request_id", "1 to 128"),
+    ({"request_id": "x" * 129}, "request_id", "1 to 128"),
+    ({"request_id": "a b"}, "request_id", "got 'a b'"),
+    ({"request_id": "a\n"}, "request_id", "A-Z"),
+    ({"request_id": "ä"}, "request_id", "A-Z"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "reason"), BAD, ids=[f"{field}-{index}" for index, (_, field, _) in enumerate(BAD)]
+)
+def test_what_is_wrong_is_named(fields, field, reason):
+    with pytest.raises(Invalid) as caught:
+        checked(request(**fields))
+    assert caught.value.field == field
+    assert reason in caught.value.reason
+    assert str(caught.value) == f"{field}: {caught.value.reason}"
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(("fields", "field", "reason"), BAD)
+def test_what_needs_no_model_is_found_without_one(fields, field, reason):
+    proto = request(**fields)
+    if field.split(".")[0] in ("sampling", "speculation", "request_id") or field.startswith("stop[") or field == "stop":
+        with pytest.raises(Invalid) as caught:
+            check_options(proto)
+        assert caught.value.field == field
+    elif proto.HasField("max_tokens") and proto.max_tokens == 0:
+        with pytest.raises(Invalid, match="max_tokens"):
+            check_options(proto)
+    else:
+        check_options(proto)
+
+
+def test_what_the_tokenizer_makes_is_checked_too():
+    with pytest.raises(Invalid, match=r"text: its token 122 is not in the target's vocabulary of 100"):
+        checked(request(text="az"), vocab_size=100)
+
+
+class NoTokenizer(ByteCodec):
+    vocab_size = 0
+    has_chat_template = False
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        raise ValueError("the model has no tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"text": "hi"}, "text"),
+        ({"chat": {"messages": [user()]}}, "chat"),
+        ({"tokens": {"ids": [1]}, "stop": ["x"]}, "stop"),
+    ],
+)
+def test_a_target_without_a_tokenizer_takes_token_ids_only(fields, field):
+    with pytest.raises(Invalid) as caught:
+        checked(request(**fields), NoTokenizer())
+    assert caught.value.field == field
+    assert checked(request(tokens={"ids": [1]}), NoTokenizer()).prompt == (1,)
+
+
+u32, numbers = st.integers(0, 2**32 - 1), st.floats()
+some_id = st.one_of(st.integers(0, 310), u32)
+texts = st.text(max_size=80)
+
+
+def maybe(strategy):
+    return st.one_of(st.none(), strategy)
+
+
+protos = st.builds(
+    pb.GenerateRequest,
+    text=maybe(texts),
+    sampling=st.builds(
+        pb.SamplingOptions,
+        temperature=maybe(numbers),
+        top_k=maybe(u32),
+        top_p=maybe(numbers),
+        min_p=maybe(numbers),
+        seed=maybe(st.integers(0, 2**64 - 1)),
+    ),
+    max_tokens=maybe(st.one_of(st.integers(0, 70), u32)),
+    stop=st.lists(texts, max_size=20),
+    stop_token_ids=st.lists(some_id, max_size=5),
+    ignore_eos=st.booleans(),
+    speculation=st.builds(
+        pb.SpeculationOptions,
+        schedule=maybe(st.one_of(st.sampled_from(sorted(SCHEDULES)), texts)),
+        k=maybe(st.one_of(st.integers(0, 40), u32)),
+    ),
+    request_id=maybe(texts),
+)
+chats = st.builds(
+    pb.ChatInput,
+    messages=st.lists(
+        st.builds(
+            pb.ChatMessage, role=st.one_of(st.sampled_from(["system", "user", "assistant"]), texts), content=texts
+        ),
+        max_size=4,
+    ),
+)
+inputs = st.one_of(
+    st.builds(lambda text: pb.GenerateRequest(text=text), texts),
+    st.builds(lambda chat: pb.GenerateRequest(chat=chat), chats),
+    st.builds(lambda ids: pb.GenerateRequest(tokens=pb.TokenInput(ids=ids)), st.lists(some_id, max_size=70)),
+)
+
+
+def fits(accepted: Request) -> bool:
+    sampling = accepted.sampling
+    return (
+        1 <= len(accepted.prompt) <= 63
+        and max(accepted.prompt) < 300
+        and 1 <= accepted.max_tokens <= 64 - len(accepted.prompt)
+        and 0 <= sampling.temperature <= 100
+        and 0 < sampling.top_p <= 1
+        and 0 <= sampling.min_p <= 1
+        and all(accepted.stop)
+        and all(token < 300 for token in accepted.stop_token_ids)
+        and accepted.speculation.schedule in SCHEDULES
+        and 1 <= accepted.speculation.k <= MAX_K
+        and bool(accepted.id)
+    )
+
+
+@settings(max_examples=500, deadline=None)
+@given(protos, inputs)
+def test_any_request_is_fit_to_run_or_invalid(proto, prompt):
+    proto.MergeFrom(prompt)
+    try:
+        assert fits(checked(proto))
+    except Invalid as error:
+        assert error.field
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_that_parse_are_fit_to_run_or_invalid(data):
+    try:
+        proto = pb.GenerateRequest.FromString(data)
+    except Exception:
+        return
+    try:
+        assert fits(checked(proto))
+    except Invalid as error:
+        assert error.field
+
+
+@settings(max_examples=200, deadline=None)
+@given(inputs, st.data())
+def test_any_prompt_with_options_in_range_is_judged_by_the_prompt_alone(proto, data):
+    proto.sampling.temperature = data.draw(st.floats(1e-6, 100))
+    proto.sampling.top_p = data.draw(st.floats(0, 1, exclude_min=True))
+    proto.speculation.k = data.draw(st.integers(1, MAX_K))
+    try:
+        assert fits(checked(proto))
+    except Invalid as error:
+        assert error.field.split(".")[0] in ("text", "chat", "tokens", "input")
