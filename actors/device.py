@@ -12,6 +12,10 @@ import torch
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+# As Linux names them: on x86, and on Arm.
+_BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """Where one actor computes.  index: the GPU's number among the visible ones, or the core's among the allowed."""
@@ -48,12 +52,30 @@ class Device:
         """The torch.distributed backend that moves tensors between two of these without copies through the host."""
         return "gloo" if self.kind == "cpu" else "nccl"
 
+    @property
+    def best_dtype(self) -> str:
+        """bfloat16 where the device computes in it; a CPU that only emulates it is faster in float32."""
+        return "bfloat16" if self.kind == "cuda" or _cpu_flags() & _BFLOAT16_FLAGS else "float32"
+
+    @property
+    def link_frames(self) -> Literal["host", "device"]:
+        """Where the frames of a link lie: in the device's memory if it has its own."""
+        return "host" if self.kind == "cpu" else "device"
+
     def claim(self) -> None:
         """Settle this process on the device: on its core with one torch thread, or on its GPU."""
         if self.kind == "cpu":
             pin_process(self.index)
         else:
             torch.cuda.set_device(self.index)
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return {flag for line in lines if line.startswith(("flags", "Features")) for flag in line.split()}
 
 
 def torch_dtype(name: str) -> torch.dtype:

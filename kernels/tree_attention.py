@@ -235,13 +235,13 @@ def tree_attention(
     key_pool, value_pool: [rows, key heads, dim] (the value's dim may differ), the new tokens already written.
     scaling: factor on the scores.  softcap: scores become softcap * tanh(score / softcap), as in Gemma 2.
     window: a query sees only positions less than this far behind its own, by depth in the tree and not by slot.
-    Returns [N, heads, value dim].
+    Returns [N, heads, value dim], contiguous.
     """
     outputs = [
         _attend(query[group.start : group.stop], key_pool, value_pool, group, scaling, softcap, window)
         for group in batch.groups
     ]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return outputs[0].contiguous() if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _attend(
@@ -282,8 +282,9 @@ def _read(pool: Tensor, keys: _Keys) -> Tensor:
 def _softcapped(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, softcap: float
 ) -> Tensor:
-    # PyTorch's fused attention has no soft cap, so the scores are written out.
-    scores = torch.tanh(query @ key.transpose(2, 3) * (scaling / softcap)) * softcap
+    # PyTorch's fused attention has no soft cap, so the scores are written out; in float32, as fused kernels have them,
+    # and since a processor without bfloat16 arithmetic takes ten times as long over bfloat16 products.
+    scores = torch.tanh(query.float() @ key.float().transpose(2, 3) * (scaling / softcap)) * softcap
     if mask is not None:
         scores = scores + mask
-    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype) @ value
+    return (torch.softmax(scores, dim=-1) @ value.float()).to(query.dtype)

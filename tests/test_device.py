@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from paceline.actors import device
 from paceline.actors.device import Device, torch_dtype
 
 
@@ -81,3 +82,14 @@ def test_claiming_a_core_moves_every_thread_there(index: int):
         [sys.executable, "-c", PIN.format(index=index)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"), [({"avx2"}, "float32"), ({"avx2", "avx512_bf16"}, "bfloat16"), ({"asimd", "bf16"}, "bfloat16")]
+)
+def test_the_best_dtype_is_one_that_the_cpu_computes_in(
+    flags: set[str], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "_cpu_flags", lambda: flags)
+    assert device.Device("cpu").best_dtype == dtype
+    assert device.Device("cuda").best_dtype == "bfloat16"
