@@ -290,6 +290,7 @@ class Verifier:
 
         0: there may be more to do at once.  None: nothing to do until something comes in.
         """
+        self._admit()
         now = self._clock()
         work: list[_Work] = []
         waits: list[float] = []
@@ -342,7 +343,6 @@ class Verifier:
                 self._commit(item, logits)
             except Exception as error:
                 self._fail(session, error)
-        self._admit()
 
     def _fail(self, session: Session, error: Exception) -> None:
         log.exception("request %s failed", session.request.id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,8 +26,8 @@ class Backend(Protocol):
 
     model: ModelInfo
 
-    def generate(self, request: Request) -> AsyncIterator[Delta]:
-        """The deltas of a request; the last one holds its finish.  Closing the iterator early cancels the request.
+    def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
+        """The deltas of a request; the last one holds its finish.  Closing the generator early cancels the request.
 
         Raises BackendError when the cell is gone.
         """

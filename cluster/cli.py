@@ -57,8 +57,8 @@ Device = Annotated[
     typer.Option(help="Where the models run. [default: auto]"),
 ]
 Dtype = Annotated[
-    Literal["float32", "bfloat16"] | None,
-    typer.Option(help="Number format of the weights. [default: bfloat16]"),
+    Literal["auto", "float32", "bfloat16"] | None,
+    typer.Option(help="Number format of the weights; auto is bfloat16 where the device has it. [default: auto]"),
 ]
 Schedule = Annotated[
     str | None,
@@ -253,6 +253,28 @@ def bench_link() -> None:
         from paceline.cluster import commands
 
         commands.bench_link()
+
+
+@bench.command("schedules")
+def bench_schedules(
+    target: Target = None,
+    drafter: Drafter = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    k: K = None,
+    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens per prompt.")] = 64,
+) -> None:
+    """Measure the schedules side by side: eight prompts, one at a time, greedy, on a cell of their own.
+
+    \b
+    Examples:
+      paceline bench schedules
+      paceline bench schedules --drafter ./my-drafter --k 6 --tokens 128
+    """
+    with _reported():
+        from paceline.cluster import commands
+
+        commands.bench_schedules(commands.configure(target, drafter, device, dtype, k=k), tokens)
 
 
 @contextmanager

@@ -340,3 +340,12 @@ def bench_link() -> None:
         progress("measuring the link and Ray actor calls")
         rows = link_bench.measure()
     terminal.write(link_bench.render(rows) + "\n")
+
+
+def bench_schedules(config: CellConfig, tokens: int) -> None:
+    """Measure and show the schedules."""
+    from paceline.cluster import schedule_bench
+
+    with _cell(config) as cell, terminal.Progress() as progress:
+        table = schedule_bench.run(cell.backend, cell.codec, config.k, tokens, progress)
+    terminal.write(table + "\n")

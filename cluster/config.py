@@ -16,8 +16,10 @@ class CellConfig(BaseModel):
 
     target: a Hugging Face directory, a .gguf file, a hub id or an alias.  drafter: the same, or "ngram" (prompt
     lookup), or "none".  schedule, k: what a request gets that does not choose for itself.
-    kv_tokens: cached positions over all sessions, in each actor.  link_deadline: seconds of silence after which a
-    drafter counts as lost.
+    dtype: "auto" is bfloat16 where the device computes in it, else float32.
+    kv_tokens: cached positions over all sessions, in each actor.
+    link_frames: drafts travel through host memory (gloo) or device memory (NCCL); "auto" is the device's own memory.
+    link_deadline: seconds of silence after which a drafter counts as lost.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -25,12 +27,13 @@ class CellConfig(BaseModel):
     target: str = "smollm2-135m"
     drafter: str = NGRAM
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     schedule: str = "amusd"
     k: Annotated[int, Field(ge=1, le=MAX_K)] = 4
     kv_tokens: Annotated[int, Field(ge=256)] = 16384
     max_sessions: Annotated[int, Field(ge=1, le=1024)] = 16
     max_queue: Annotated[int, Field(ge=0)] = 256
+    link_frames: Literal["auto", "host", "device"] = "auto"
     link_deadline: Annotated[float, Field(gt=0)] = 3.0
     start_timeout: Annotated[float, Field(gt=0)] = 300.0
 

@@ -13,11 +13,10 @@ import secrets
 import socket
 import time
 import uuid
-from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -208,7 +207,10 @@ class _Health:
         """Whether one plain token can be had; being too busy for it is no fault."""
         request = Request(f"probe-{uuid.uuid4().hex}", (0,), Sampling(), 1, speculation=Speculation("plain", 1))
         try:
-            async with asyncio.timeout(self._settings.probe_timeout), _open(self._backend, request) as stream:
+            async with (
+                asyncio.timeout(self._settings.probe_timeout),
+                aclosing(self._backend.generate(request)) as stream,
+            ):
                 async for delta in stream:
                     if delta.finish is not None:
                         return delta.finish.reason != "error" or delta.finish.code == "exhausted"
@@ -218,11 +220,6 @@ class _Health:
         except Exception as error:
             log.warning("the backend is not usable: %s", error)
         return False
-
-
-def _open(backend: Backend, request: Request) -> aclosing[AsyncGenerator[Delta, None]]:
-    # The protocol asks for an iterator that can be closed; only generators have that in their type.
-    return aclosing(cast("AsyncGenerator[Delta, None]", backend.generate(request)))
 
 
 class _Servicer(pb_grpc.GenerationServiceServicer):
@@ -294,7 +291,7 @@ class _Servicer(pb_grpc.GenerationServiceServicer):
     async def _pump(self, request: Request, outbox: _Outbox) -> None:
         """Take the deltas from the backend as fast as they come, however slow the client is."""
         try:
-            async with _open(self._backend, request) as stream:
+            async with aclosing(self._backend.generate(request)) as stream:
                 async for delta in stream:
                     self._health.alive()
                     if delta.finish is not None:

@@ -14,8 +14,8 @@ from paceline.actors.drafters import Drafter, ModelDrafter, NgramDrafter
 from paceline.actors.engine import Feed
 from paceline.actors.memory_link import Chaos
 from paceline.actors.messages import Close, Open, decode, encode
-from paceline.actors.values import Request, Sampling, Speculation
-from paceline.actors.verifier import Cancel, VerifierSettings
+from paceline.actors.values import Delta, Request, Sampling, Speculation
+from paceline.actors.verifier import Cancel, Submit, VerifierSettings
 from torch import Tensor
 
 VOCAB = 24
@@ -294,6 +294,18 @@ def test_requests_queue_while_there_is_no_room(target: Path) -> None:
     cell.settle()
 
 
+def test_what_waits_begins_when_what_runs_is_cancelled(target: Path) -> None:
+    cell = LocalCell(target, NgramDrafter(), settings=VerifierSettings(max_sessions=1))
+    running, waiting, _ = _requests(GREEDY, "amusd", length=300)
+    cell.submit(running)
+    cell.turn_verifier()
+    cell.submit(waiting)
+    cell.verifier.inbox.put(Cancel(running.id))
+    while not cell.finish(waiting.id):
+        cell.step()
+    assert len(cell.answer(waiting.id).tokens) == 303
+
+
 def test_a_request_larger_than_the_cache_is_refused_and_a_repeated_id_too(table_model: TableModel) -> None:
     target = table_model(_table(), context=10_000)
     cell = LocalCell(target, NgramDrafter())
@@ -303,13 +315,11 @@ def test_a_request_larger_than_the_cache_is_refused_and_a_repeated_id_too(table_
     assert len(fits.tokens) == 20
     cell.submit(Request("twin", (1,), GREEDY, 20))
     cell.verifier.take(0)
-    twin: list[object] = []
-    other = Request("twin", (2,), GREEDY, 20)
-    from paceline.actors.verifier import Submit
-
-    cell.verifier.inbox.put(Submit(other, twin.append))
+    twin: list[Delta] = []
+    cell.verifier.inbox.put(Submit(Request("twin", (2,), GREEDY, 20), twin.append))
     cell.verifier.take(0)
-    assert "in use" in twin[0].finish.error  # type: ignore[attr-defined]
+    assert twin[0].finish is not None
+    assert "in use" in twin[0].finish.error
     while not cell.finish("twin"):
         cell.step()
     assert len(cell.answer("twin").tokens) == 20
