@@ -17,7 +17,7 @@ from paceline.actors.drafters import Ask, Drafter, DrafterFull, Guess
 from paceline.actors.inbox import Shutdown, drain
 from paceline.actors.link import Link, LinkDown, LinkEvent, LinkUp, Received
 from paceline.actors.messages import Close, GrowthMessage, Malformed, Message, Open, Verdict, decode, encode
-from paceline.actors.schedules import SCHEDULES, Expand, Schedule
+from paceline.actors.schedules import MAX_K, SCHEDULES, Expand, Schedule
 from paceline.actors.tree import ROOT, DraftTree, NewNode
 from paceline.actors.values import Speculation
 
@@ -207,8 +207,8 @@ class DrafterLoop:
             return
         self._forget(key)
         schedule = SCHEDULES.get(message.speculation.schedule)
-        if schedule is None:
-            log.warning("unknown schedule %r over %s", message.speculation.schedule, name)
+        if schedule is None or not 1 <= message.speculation.k <= MAX_K:
+            log.warning("%s over %s is not understood", message.speculation, name)
             self.counters["failed_sessions"] += 1
             return
         handle = self._admit(message)

@@ -16,10 +16,13 @@ class Shutdown:
 
 
 def drain(inbox: queue.SimpleQueue[T], timeout: float | None) -> Iterator[T]:
-    """All that is in the inbox; if it is empty, wait up to `timeout` seconds (None: for ever) for something."""
+    """What is in the inbox; if it is empty, wait up to `timeout` seconds (None: for ever) for something.
+
+    What comes in meanwhile is left for the next time: a peer that never stops sending must not stop the loop.
+    """
     try:
         yield inbox.get(timeout=timeout) if timeout != 0 else inbox.get_nowait()
-        while True:
+        for _ in range(inbox.qsize()):
             yield inbox.get_nowait()
     except queue.Empty:
         return

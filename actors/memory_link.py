@@ -47,6 +47,7 @@ class MemoryLink:
     """One end of a link.  Both ends are up from the start, in generation 1, once pump() has said so.
 
     outbox: what was sent and not yet delivered, oldest first; a test may reorder, hold back or change it as it likes.
+    faithful: it has no faults of its own.
     """
 
     def __init__(self, name: str, deliver: Deliver, fault: Fault = faithful, limit: int = 256) -> None:
@@ -55,6 +56,7 @@ class MemoryLink:
         self.generation = 0
         self.is_up = False
         self.peer: MemoryLink
+        self.faithful = fault is faithful
         self._deliver, self._fault, self._limit = deliver, fault, limit
         self._events: deque[LinkEvent] = deque()
 

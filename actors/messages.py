@@ -207,7 +207,7 @@ class _Body:
         self._expect(start + _NODE.size * count)
         nodes = tuple(NewNode(*fields) for fields in _NODE.iter_unpack(memoryview(self.data)[start:]))
         for node in nodes:
-            if node.id == ROOT or not node.logq <= 0:
+            if node.id == ROOT or not -math.inf < node.logq <= 0:
                 self.fail(f"node {node.id} has log q {node.logq}")
         done, lost = bool(flags & _DONE), bool(flags & _LOST)
         return GrowthMessage(self.session, self.epoch, self.base_len, version, nodes, done, lost)

@@ -6,6 +6,8 @@ import asyncio
 import logging
 import os
 import threading
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -27,6 +29,9 @@ from paceline.actors.verifier import Cancel, Submit, Verifier, VerifierSettings
 log = logging.getLogger(__name__)
 
 _STOP_TIMEOUT = 5.0
+_STORE_TIMEOUT = 10.0
+_RETRY_PAUSE = 5.0
+_CANCELS_REMEMBERED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,10 @@ class DrafterSpec:
 
 
 class _Worker:
-    """A thread that loads, reports that it has, and then runs until its loop ends."""
+    """A thread that loads, reports that it has, and then runs until its loop ends.
+
+    An actor that Ray has restarted has nobody who waits for that report: if it cannot load, it ends, to be tried again.
+    """
 
     def __init__(self, name: str, load: Callable[[], Callable[[], None]]) -> None:
         self.loaded: Future[None] = Future()
@@ -93,6 +101,9 @@ class _Worker:
         except BaseException as error:
             log.exception("loading failed")
             self.loaded.set_exception(error)
+            if ray.get_runtime_context().was_current_actor_reconstructed:
+                time.sleep(_RETRY_PAUSE)
+                os._exit(1)
             return
         self.loaded.set_result(None)
         try:
@@ -115,6 +126,8 @@ class VerifierActor:
         self._address = (ray.util.get_node_ip_address(), port)
         self._links: list[TorchLink] = []
         self._verifier: Verifier | None = None
+        self._running: dict[str, Submit] = {}
+        self._cancelled: deque[str] = deque(maxlen=_CANCELS_REMEMBERED)
         self._worker = _Worker("verifier", self._load)
 
     def _load(self) -> Callable[[], None]:
@@ -140,11 +153,15 @@ class VerifierActor:
         await asyncio.wrap_future(self._worker.loaded)
         return self._limits.context_length, self._vocab_size
 
-    async def generate(self, request: Request) -> AsyncIterator[Delta]:
-        """The deltas of a request, the last one with its finish."""
+    async def generate(self, request: Request, call: str) -> AsyncIterator[Delta]:
+        """The deltas of a request, the last one with its finish.  call: a name for `cancel`, never used again."""
         verifier = await self._loop()
         deltas: asyncio.Queue[Delta] = asyncio.Queue()
-        verifier.inbox.put(Submit(request, partial(_hand_over, asyncio.get_running_loop(), deltas)))
+        submit = Submit(request, partial(_hand_over, asyncio.get_running_loop(), deltas))
+        verifier.inbox.put(submit)
+        self._running[call] = submit
+        if call in self._cancelled:
+            verifier.inbox.put(Cancel(submit))
         try:
             while True:
                 delta = await deltas.get()
@@ -152,11 +169,16 @@ class VerifierActor:
                 if delta.finish is not None:
                     return
         finally:
-            verifier.inbox.put(Cancel(request.id))
+            del self._running[call]
+            verifier.inbox.put(Cancel(submit))
 
-    async def cancel(self, request_id: str) -> None:
-        """End a request; one that is not there any more is fine."""
-        (await self._loop()).inbox.put(Cancel(request_id))
+    async def cancel(self, call: str) -> None:
+        """End a call of `generate`, even if it has not begun yet; one that is over is fine."""
+        submit = self._running.get(call)
+        if submit is None:
+            self._cancelled.append(call)
+        else:
+            (await self._loop()).inbox.put(Cancel(submit))
 
     async def status(self) -> dict[str, Any]:
         """What the loop counts, and who is there: counters, sessions, waiting, drafters, pid."""
@@ -204,7 +226,7 @@ class DrafterActor:
         device = spec.place.claim()
         drafter: Drafter = ModelDrafter(spec.model.load(device)) if spec.model else NgramDrafter()
         loop = DrafterLoop(drafter)
-        store = join_store(*spec.store, timeout=spec.link.connect_timeout)
+        store = join_store(*spec.store, timeout=_STORE_TIMEOUT)
         self._link = TorchLink(spec.name, "drafter", store, device, loop.inbox.put, spec.link)
         loop.add_link(self._link)
         self._drafter = loop

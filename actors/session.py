@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +11,8 @@ from paceline.actors.rule import Outcome
 from paceline.actors.schedules import SCHEDULES
 from paceline.actors.tree import DraftTree, Subtree
 from paceline.actors.values import Delta, ErrorCode, Finish, FinishReason, Request, Stats
+
+log = logging.getLogger(__name__)
 
 
 class TextStream(Protocol):
@@ -35,11 +38,12 @@ class Session:
 
     slot, epoch: its name towards the drafters; a slot is used again, an epoch never.  sequence: its id in the engine.
     drafter: the link it is drafted over, None while there is none.  heard: something came from it in this epoch.
-    done_at: the base_len below which the drafter will grow no more.
+    done_at: the base_len below which the drafter will grow no more.  ready_at: since when it could be verified.
     """
 
-    def __init__(self, request: Request, slot: int, sequence: int, limits: Limits, text: TextStream) -> None:
-        self.request, self.slot, self.sequence = request, slot, sequence
+    def __init__(self, request: Request, slot: int, limits: Limits, text: TextStream) -> None:
+        self.request, self.slot = request, slot
+        self.sequence = -1
         self.schedule = SCHEDULES[request.speculation.schedule]
         self.tokens = list(request.prompt)
         self.mirror = DraftTree(len(self.tokens))
@@ -47,7 +51,7 @@ class Session:
         self.drafter: str | None = None
         self.heard = self.resync = False
         self.done_at = -1
-        self.committed_at = 0.0
+        self.ready_at: float | None = None
         self._limits, self._text = limits, text
         self._stops = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else limits.eos_ids)
         self._drafted = self._accepted = self._passes = 0
@@ -86,13 +90,13 @@ class Session:
             return tree
         return self.mirror.subtree(id for id, depth in zip(tree.ids, depths, strict=True) if depth < self.remaining)
 
-    def commit(self, outcome: Outcome, drafted: int, now: float) -> tuple[Delta, Verdict | None]:
+    def commit(self, outcome: Outcome, drafted: int) -> tuple[Delta, Verdict | None]:
         """Take in what one pass decided.  `drafted` nodes were verified.  The verdict is None after the end."""
         base_len = len(self.tokens)
         tokens, text, reason = self._cut(outcome.tokens)
         self.tokens += tokens
         self.mirror = self.mirror.reroot(tokens)
-        self.committed_at = now
+        self.ready_at = None
         self._passes += 1
         # Neither drafts nor acceptance count behind the end of the request.
         self._accepted += min(len(outcome.path), len(tokens))
@@ -116,6 +120,14 @@ class Session:
         if len(kept) == limit:
             return kept, text + self._text.flush(), "length"
         return kept, text, None
+
+    def held_text(self) -> str:
+        """The text of delivered ids that was held back; for a session that is cut short."""
+        try:
+            return self._text.flush()
+        except Exception:
+            log.exception("the last text of request %s is lost", self.request.id)
+            return ""
 
     def finish(self, reason: FinishReason, error: str = "", code: ErrorCode = "") -> Finish:
         """The end of this request, as it stands now."""

@@ -21,6 +21,10 @@ TRAIL = 256
 """How many committed positions a tree remembers, so as to place growth that was based on an older prefix."""
 
 
+NAMES = 4096
+"""How many names a tree keeps for nodes that were named more than once; drafters of good will need very few."""
+
+
 class NewNode(NamedTuple):
     """A node as the drafter names it.  parent: a node id, or ROOT for the prefix that the growth was based on."""
 
@@ -230,7 +234,8 @@ class _Builder:
     def _add(self, new: NewNode, parent: int) -> str:
         twin = self.children.get((parent, new.token))
         if twin is not None:
-            self.names[new.id] = twin
+            if len(self.names) < NAMES:
+                self.names[new.id] = twin
             return "repeated"
         above = self.nodes.get(parent)
         depth, score = (above.depth, above.score) if above else (0, 0.0)
@@ -243,6 +248,7 @@ class _Builder:
         """A node whose position has been decided meanwhile: remember it if it guessed right, as others hang below."""
         back = self.base_len - position
         if 0 < back <= len(self.recent) and self.recent[-back] == new.token:
-            self.trail[new.id] = position
+            if len(self.trail) < NAMES:
+                self.trail[new.id] = position
             return "repeated"
         return "stale"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import queue
+import struct
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -39,7 +40,7 @@ class VerifierSettings:
     max_patience: float = 2.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Submit:
     """A request enters; `emit` is called from the loop's thread with each of its deltas, the last one with a finish."""
 
@@ -49,9 +50,9 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """A request shall end now.  One that has ended already is fine."""
+    """What was submitted shall end now.  If it has ended already, another request of the same id is left alone."""
 
-    request_id: str
+    submit: Submit
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class Verifier:
         self._clock = clock
         self._links: dict[str, Link] = {}
         self._up: dict[str, int] = {}
-        self._emit: dict[str, Callable[[Delta], None]] = {}
+        self._submits: dict[str, Submit] = {}
         self._slots: list[Session | None] = [None] * self._settings.max_sessions
         self._epochs = itertools.count(1)
         self._patience: dict[str, _Patience] = {}
@@ -133,8 +134,8 @@ class Verifier:
             while self.take(timeout):
                 timeout = self.turn()
         finally:
-            for request_id in [*self.sessions, *(submit.request.id for submit in self.waiting)]:
-                self._cancel(request_id)
+            for submit in list(self._submits.values()):
+                self._cancel(submit)
 
     # What comes in
 
@@ -153,8 +154,8 @@ class Verifier:
         match event:
             case Submit():
                 self._submit(event)
-            case Cancel(request_id=request_id):
-                self._cancel(request_id)
+            case Cancel(submit=submit):
+                self._cancel(submit)
             case LinkUp(name=name, generation=generation):
                 self._up[name] = generation
                 self._patience[name] = _Patience(self._settings.max_patience)
@@ -169,15 +170,19 @@ class Verifier:
 
     def _submit(self, submit: Submit) -> None:
         request = submit.request
-        if request.id in self._emit:
+        context = self._limits.context_length
+        if request.id in self._submits:
             submit.emit(_refused(request, f"request id {request.id!r} is in use", "internal"))
-        elif len(self.waiting) >= self._settings.max_queue:
-            full = f"the queue is full ({self._settings.max_queue} requests wait); try again later"
-            submit.emit(_refused(request, full, "exhausted"))
+        elif len(request.prompt) >= context:
+            why = f"a prompt of {len(request.prompt)} tokens leaves no room in a context of {context}"
+            submit.emit(_refused(request, why, "internal"))
         else:
-            self._emit[request.id] = submit.emit
+            self._submits[request.id] = submit
             self.waiting.append(submit)
             self._admit()
+            if len(self.waiting) > self._settings.max_queue:
+                full = f"the queue is full ({self._settings.max_queue} requests wait); try again later"
+                self._refuse(self.waiting.pop(), full, "exhausted")
 
     def _admit(self) -> None:
         """Start waiting requests, in their order, while slots and blocks last."""
@@ -199,13 +204,14 @@ class Verifier:
                 self._refuse(submit, str(error) or type(error).__name__, "internal")
 
     def _refuse(self, submit: Submit, why: str, code: ErrorCode) -> None:
-        del self._emit[submit.request.id]
+        del self._submits[submit.request.id]
         submit.emit(_refused(submit.request, why, code))
 
     def _start(self, request: Request, need: int) -> None:
         slot, text = self._slots.index(None), self._text(request)
-        session = Session(request, slot, self._engine.open(), self._limits, text)
-        session.committed_at = self._clock()
+        # Nothing is taken before the session stands, so there is nothing to give back if it cannot.
+        session = Session(request, slot, self._limits, text)
+        session.sequence = self._engine.open()
         self._slots[slot] = session
         self.sessions[request.id] = session
         self._reserved[request.id] = need
@@ -235,7 +241,12 @@ class Verifier:
                 self._attach(session)
 
     def _send(self, name: str, message: Message) -> None:
-        if not self._links[name].send(encode(message)):
+        try:
+            sent = self._links[name].send(encode(message))
+        except (ValueError, struct.error) as error:
+            log.warning("a message to drafter %s cannot be sent: %s", name, error)
+            sent = False
+        if not sent:
             self.counters["unsent_messages"] += 1
 
     # Growth
@@ -316,10 +327,12 @@ class Verifier:
 
     def _ripe(self, session: Session, now: float) -> Subtree | float:
         drafting = session.heard and session.drafter is not None
+        if session.ready_at is None:
+            session.ready_at = now
         waiting = Waiting(
             drafting=drafting,
             done=session.done_at >= session.mirror.base_len,
-            waited=now - session.committed_at,
+            waited=now - session.ready_at,
             patience=self._patience[session.drafter].seconds if session.drafter else 0.0,
         )
         choice = session.schedule.ripe(session.mirror, session.request.speculation, waiting)
@@ -347,7 +360,7 @@ class Verifier:
     def _fail(self, session: Session, error: Exception) -> None:
         log.exception("request %s failed", session.request.id)
         code: ErrorCode = "bad_logits" if isinstance(error, BadLogits) else "internal"
-        self._end(session, session.finish("error", str(error) or type(error).__name__, code))
+        self._cut_short(session, session.finish("error", str(error) or type(error).__name__, code))
 
     def _step(self, work: list[_Work]) -> Iterable[tuple[_Work, Tensor]]:
         """One forward pass over all of `work`; if it fails, one each, so that the fault finds the request it is of."""
@@ -370,44 +383,51 @@ class Verifier:
         self._engine.commit(session.sequence, item.slots(outcome.path))
         # What is left below the accepted path is not what the target said.
         self._engine.truncate(session.sequence, self._engine.length(session.sequence))
-        delta, verdict = session.commit(outcome, len(item.tree.tokens), self._clock())
+        delta, verdict = session.commit(outcome, len(item.tree.tokens))
         if delta.finish is not None:
-            self._end(session, delta.finish, delta)
+            self._end(session, delta)
             return
         if verdict is not None and session.drafter is not None:
             self._send(session.drafter, verdict)
-        self._emit[session.request.id](delta)
+        self._submits[session.request.id].emit(delta)
 
     # The end
 
-    def _cancel(self, request_id: str) -> None:
+    def _cancel(self, submit: Submit) -> None:
         """End a request if it still runs; a second cancel, or one that comes late, finds nothing to do."""
-        session = self.sessions.get(request_id)
-        if session is not None:
-            self._end(session, session.finish("cancelled"))
+        request = submit.request
+        if self._submits.get(request.id) is not submit:
             return
-        for submit in self.waiting:
-            if submit.request.id == request_id:
-                self.waiting.remove(submit)
-                del self._emit[request_id]
-                submit.emit(Delta((), "", _before_start(submit.request, "cancelled")))
-                return
+        session = self.sessions.get(request.id)
+        if session is not None:
+            self._cut_short(session, session.finish("cancelled"))
+        else:
+            self.waiting.remove(submit)
+            del self._submits[request.id]
+            submit.emit(Delta((), "", _before_start(request, "cancelled")))
 
-    def _end(self, session: Session, finish: Finish, last: Delta | None = None) -> None:
+    def _cut_short(self, session: Session, finish: Finish) -> None:
+        """End a session from outside; its ids are out already, so the text held back for them goes out too."""
+        self._end(session, Delta((), session.held_text(), finish))
+
+    def _end(self, session: Session, last: Delta) -> None:
         request_id = session.request.id
+        assert last.finish is not None
         del self.sessions[request_id], self._reserved[request_id]
         self._slots[session.slot] = None
         self._engine.close(session.sequence)
         if session.drafter is not None:
             self._send(session.drafter, Close(session.slot, session.epoch))
-        self.counters[f"finished_{finish.reason}"] += 1
-        self._emit.pop(request_id)(last or Delta((), "", finish))
+        self.counters[f"finished_{last.finish.reason}"] += 1
+        self._submits.pop(request_id).emit(last)
 
     def check(self) -> None:
         """Raise AssertionError if what is kept about sessions contradicts itself or the engine."""
         assert set(self.sessions) == set(self._reserved), "sessions and reservations differ"
         assert {id(s) for s in self._slots if s} == {id(s) for s in self.sessions.values()}, "slots and sessions differ"
-        assert set(self._emit) == set(self.sessions) | {s.request.id for s in self.waiting}, "a stream has no session"
+        assert set(self._submits) == set(self.sessions) | {s.request.id for s in self.waiting}, (
+            "a stream has no session"
+        )
         for session in self.sessions.values():
             session.mirror.check()
             assert session.mirror.base_len == len(session.tokens), f"mirror of {session.request.id} is off its prefix"

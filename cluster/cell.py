@@ -8,7 +8,8 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import paceline.cluster.ray_env  # noqa: F401
 import ray
 from paceline.actors.device import Device
+from paceline.actors.drafters import RUN_AHEAD
 from paceline.actors.link import LinkSettings
 from paceline.actors.ray_actors import DrafterActor, DrafterSpec, ModelSpec, Place, VerifierActor, VerifierSpec
 from paceline.actors.schedules import MAX_K
@@ -35,6 +37,7 @@ log = logging.getLogger(__name__)
 Progress = Callable[[str], None]
 
 _DRAFTER = "drafter-0"
+_CONTROL = "control"
 _DIRECTORY = "paceline-"
 _TICK = 1.0
 _STATUS_TIMEOUT = 2.0
@@ -63,7 +66,8 @@ class Cell:
         try:
             return _start(config, progress, parts)
         except BaseException as error:
-            parts.stop()
+            with processes.undisturbed():
+                parts.stop()
             if isinstance(error, RayTaskError):
                 raise CellError(str(error.cause)) from error
             if isinstance(error, (RayError, GetTimeoutError)):
@@ -75,8 +79,9 @@ class Cell:
         return self._parts.status()
 
     def stop(self) -> None:
-        """Take everything down.  Again is fine."""
-        self._parts.stop()
+        """Take everything down, and let no Ctrl-C disturb that.  Again is fine."""
+        with processes.undisturbed():
+            self._parts.stop()
 
     def __enter__(self) -> Cell:
         return self
@@ -96,22 +101,35 @@ class _Parts:
 
     def status(self) -> dict[str, Any]:
         named = {"verifier": self.verifier, "drafter": self.drafter}
-        asked = {name: actor.status.remote() for name, actor in named.items() if actor is not None}
+        asked = {name: _control(actor.status).remote() for name, actor in named.items() if actor is not None}
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=_STATUS_TIMEOUT)
         return {name: _answer_of(ref) for name, ref in asked.items()}
 
     def stop(self) -> None:
         actors = [actor for actor in (self.drafter, self.verifier) if actor is not None]
-        self.drafter = self.verifier = None
-        if ray.is_initialized():
-            stopping = [actor.stop.remote() for actor in actors]
-            ray.wait(stopping, num_returns=len(stopping), timeout=_STOP_TIMEOUT) if stopping else None
-            for actor in actors:
-                ray.kill(actor)
-            if self.group is not None:
-                remove_placement_group(self.group)
-        self.group = None
-        self.cluster.stop()
+        group, self.drafter, self.verifier, self.group = self.group, None, None, None
+        try:
+            if ray.is_initialized():
+                _stop_actors(actors, group)
+        except RayError as error:
+            log.warning("the cell's actors could not be stopped: %s", error)
+        finally:
+            self.cluster.stop()
+
+
+def _stop_actors(actors: Sequence[Any], group: PlacementGroup | None) -> None:
+    if actors:
+        stopping = [_control(actor.stop).remote() for actor in actors]
+        ray.wait(stopping, num_returns=len(stopping), timeout=_STOP_TIMEOUT)
+    for actor in actors:
+        ray.kill(actor)
+    if group is not None:
+        remove_placement_group(group)
+
+
+def _control(method: Any) -> Any:
+    """A call that does not queue behind the requests."""
+    return method.options(concurrency_group=_CONTROL)
 
 
 def _sweep() -> None:
@@ -134,12 +152,10 @@ class Cluster:
 
     def __init__(self) -> None:
         self._directory: Path | None = None
-        self._others: dict[int, str] = {}
 
     def start(self, cpus: int) -> None:
         if ray.is_initialized():
             return
-        self._others = processes.below(os.getpid())
         _sweep()
         # Short, because Ray makes sockets in it, and their paths may have 107 bytes.
         self._directory = Path(tempfile.mkdtemp(prefix=f"{_DIRECTORY}{os.getpid()}-"))
@@ -156,7 +172,7 @@ class Cluster:
     def stop(self) -> None:
         if self._directory is None:
             return
-        started = {p: at for p, at in processes.below(os.getpid()).items() if p not in self._others}
+        started = processes.below_those_with(str(self._directory))
         ray.shutdown()
         for pid in processes.await_end(started, _STOP_TIMEOUT):
             log.warning("process %d did not end; it is killed", pid)
@@ -243,13 +259,18 @@ def _start_actors(
         VerifierSettings(max_sessions=config.max_sessions, max_queue=config.max_queue),
     )
     calls = config.max_sessions + config.max_queue + 64
-    parts.verifier = ray.remote(VerifierActor).options(max_concurrency=calls, **_in(parts, device, 0)).remote(verifier)
+    verifier_class = ray.remote(concurrency_groups={_CONTROL: 64})(VerifierActor)
+    parts.verifier = verifier_class.options(max_concurrency=calls, **_in(parts, device, 0)).remote(verifier)
     waits = {parts.verifier.ready.remote(): f"the target {target.name}"}
     if has_drafter:
         store = ray.get(parts.verifier.store.remote(), timeout=config.start_timeout)
-        spec = DrafterSpec(_DRAFTER, _model(drafter, config) if drafter else None, _seat(device, 1), link, store)
+        # Room for what it runs ahead, so that whatever the verifier admits can be drafted.
+        ahead = config.max_sessions * RUN_AHEAD
+        model = _model(drafter, config, ahead) if drafter else None
+        spec = DrafterSpec(_DRAFTER, model, _seat(device, 1), link, store)
         # It holds nothing that matters, so Ray may bring it back as often as it dies.
-        parts.drafter = ray.remote(DrafterActor).options(max_restarts=-1, **_in(parts, device, 1)).remote(spec)
+        drafter_class = ray.remote(concurrency_groups={_CONTROL: 8})(DrafterActor)
+        parts.drafter = drafter_class.options(max_restarts=-1, **_in(parts, device, 1)).remote(spec)
         waits[parts.drafter.ready.remote()] = f"the drafter {config.drafter}"
     first = next(iter(waits))
     _await_ready(waits, config.start_timeout, progress)
@@ -269,8 +290,8 @@ def _await_ready(waits: dict[Any, str], timeout: float, progress: Progress) -> N
             del waits[ref]
 
 
-def _model(files: ModelFiles, config: CellConfig) -> ModelSpec:
-    return ModelSpec(str(files.directory), config.dtype, config.kv_tokens)
+def _model(files: ModelFiles, config: CellConfig, ahead: int = 0) -> ModelSpec:
+    return ModelSpec(str(files.directory), config.dtype, config.kv_tokens + ahead)
 
 
 def _seat(device: Device, number: int) -> Place:
@@ -290,12 +311,14 @@ class CellBackend:
     def __init__(self, model: ModelInfo, verifier: Any) -> None:
         self.model = model
         self._verifier = verifier
+        self._calls: dict[str, str] = {}
 
     async def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
         """See Backend.generate."""
-        ended = False
+        ended, call = False, uuid.uuid4().hex
+        self._calls.setdefault(request.id, call)
         try:
-            async for ref in self._verifier.generate.options(num_returns="streaming").remote(request):
+            async for ref in self._verifier.generate.options(num_returns="streaming").remote(request, call):
                 delta: Delta = await ref
                 ended = delta.finish is not None
                 yield delta
@@ -303,13 +326,18 @@ class CellBackend:
             ended = True
             raise BackendError("the verifier is gone; the cell has to be started again") from error
         finally:
+            if self._calls.get(request.id) == call:
+                del self._calls[request.id]
             if not ended:
                 # An explicit call: of cancelled Ray tasks about one in a hundred runs on.
-                self._verifier.cancel.remote(request.id)
+                _control(self._verifier.cancel).remote(call)
 
     async def cancel(self, request_id: str) -> None:
         """See Backend.cancel."""
+        call = self._calls.get(request_id)
+        if call is None:
+            return
         try:
-            await self._verifier.cancel.remote(request_id)
+            await _control(self._verifier.cancel).remote(call)
         except RayActorError as error:
             raise BackendError("the verifier is gone") from error

@@ -140,20 +140,7 @@ def _cell(config: CellConfig) -> Iterator[Cell]:
     try:
         yield cell
     finally:
-        with _undisturbed():
-            cell.stop()
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """No signal that asks us to end gets through, as ending is what goes on here."""
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, signal.SIG_IGN) for number in signals]
-    try:
-        yield
-    finally:
-        for number, handler in zip(signals, before, strict=True):
-            signal.signal(number, handler)
+        cell.stop()
 
 
 @contextmanager

@@ -175,6 +175,7 @@ class _Health:
         self.servicer = health.aio.HealthServicer()
         self._backend, self._settings = backend, settings
         self._suspect = asyncio.Event()
+        self._usable = True
         self._alive_at = time.monotonic()
 
     def alive(self) -> None:
@@ -194,11 +195,13 @@ class _Health:
                 await self._set(False)
             except TimeoutError:
                 pass
-            if self._suspect.is_set() or time.monotonic() - self._alive_at >= self._settings.probe_every:
+            quiet = time.monotonic() - self._alive_at >= self._settings.probe_every
+            if quiet or not self._usable or self._suspect.is_set():
                 self._suspect.clear()
                 await self._set(await self._probe())
 
     async def _set(self, usable: bool) -> None:
+        self._usable = usable
         status = health_pb2.HealthCheckResponse.SERVING if usable else health_pb2.HealthCheckResponse.NOT_SERVING
         for service in ("", SERVICE):
             await self.servicer.set(service, status)

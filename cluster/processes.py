@@ -1,12 +1,40 @@
-"""Which processes a process has started, and whether they are gone."""
+"""Which processes a process has started, whether they are gone, and how to see to that undisturbed."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 _PAUSE = 0.05
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """No signal that asks this process to end gets through, because ending is what goes on inside."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals go to the main thread
+        return
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_IGN) for number in signals]
+    try:
+        yield
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def below_those_with(argument: str) -> dict[int, str]:
+    """Our children that have `argument` somewhere in their command line, and all below them; see `below`."""
+    found: dict[int, str] = {}
+    for pid, started in below(os.getpid()).items():
+        if argument in _command_line(pid):
+            found |= {pid: started} | below(pid)
+    return found
 
 
 def below(pid: int) -> dict[int, str]:
@@ -41,6 +69,13 @@ def await_end(processes: Mapping[int, str], seconds: float) -> list[int]:
 def _is_alive(pid: int, started: str) -> bool:
     fields = _stat(pid)
     return bool(fields) and fields[19] == started and fields[0] != "Z"
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def _stat(pid: int) -> list[str]:

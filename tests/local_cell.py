@@ -59,8 +59,10 @@ class LocalCell:
         self.drafter.add_link(self.drafter_end)
         self.deltas: dict[str, list[Delta]] = defaultdict(list)
 
-    def submit(self, request: Request) -> None:
-        self.verifier.inbox.put(Submit(request, self.deltas[request.id].append))
+    def submit(self, request: Request) -> Submit:
+        submit = Submit(request, self.deltas[request.id].append)
+        self.verifier.inbox.put(submit)
+        return submit
 
     def turn_verifier(self) -> None:
         """One turn; if it would rather wait, the clock goes on by at most that long."""
@@ -115,6 +117,8 @@ class LocalCell:
         assert not self.verifier.sessions
         assert not self.verifier.waiting
         assert self.engine.pool.free_blocks == self.engine.pool.blocks
+        if self.verifier_end.is_up and self.verifier_end.faithful:
+            assert not self.drafter.drafts
 
 
 class Answer:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,11 @@ def _leavings() -> set[str]:
     return {str(path) for place in places for path in place}
 
 
-@pytest.mark.parametrize("moment", ["starting Ray", "loading the target", "the first words"])
-def test_ctrl_c_leaves_nothing(moment: str, smollm2_dir: Path) -> None:
+@pytest.mark.parametrize(
+    ("moment", "times"),
+    [("starting Ray", 1), ("loading the target", 1), ("loading the target", 3), ("the first words", 1)],
+)
+def test_ctrl_c_leaves_nothing(moment: str, times: int, smollm2_dir: Path) -> None:
     before = _leavings()
     process = subprocess.Popen(
         COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, bufsize=1
@@ -40,7 +44,10 @@ def test_ctrl_c_leaves_nothing(moment: str, smollm2_dir: Path) -> None:
                     break
         below = processes.below(process.pid)
         # A terminal sends it to the whole foreground group.
-        os.killpg(process.pid, signal.SIGINT)
+        for pause in (0.0, 0.3, 1.0)[:times]:
+            time.sleep(pause)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGINT)
         process.communicate(timeout=40)
     finally:
         process.kill()

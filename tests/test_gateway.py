@@ -380,6 +380,31 @@ async def test_health_is_serving_while_the_backend_is_usable_and_only_then():
 
 
 @with_loop()
+async def test_health_recovers_under_steady_traffic():
+    backend = ScriptedBackend()
+    async with served(backend, probe_every=0.05) as (_, channel, stub):
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        await watch.read()
+        backend.down = True
+        await status(stub.Generate(HI))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        backend.down = False
+
+        async def traffic() -> None:
+            while True:
+                async for _ in stub.Generate(HI):
+                    pass
+
+        busy = asyncio.create_task(traffic())
+        try:
+            async with asyncio.timeout(20):
+                assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        finally:
+            busy.cancel()
+        watch.cancel()
+
+
+@with_loop()
 async def test_health_finds_a_stuck_backend_without_any_request():
     class Stuck(ScriptedBackend):
         async def generate(self, request: Request) -> AsyncIterator[Delta]:

@@ -56,8 +56,8 @@ def test_a_damaged_message_still_names_its_session_where_the_header_is_whole(mes
             assert (error.session, error.epoch) == struct.unpack_from("<II", bad, 4)
 
 
-def test_positive_and_undefined_log_q_are_malformed():
-    for logq in (0.5, float("nan")):
+def test_positive_infinite_and_undefined_log_q_are_malformed():
+    for logq in (0.5, float("nan"), float("-inf")):
         bad = encode(GrowthMessage(1, 2, 3, 0, (NewNode(1, 0, 5, logq),)))
         with pytest.raises(Malformed, match="log q"):
             decode(bad)

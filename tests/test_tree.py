@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paceline.actors.tree import ROOT, DraftTree, NewNode
+from paceline.actors.tree import NAMES, ROOT, DraftTree, NewNode
 
 
 def chain(*tokens: int, first: int = 1) -> list[NewNode]:
@@ -163,3 +163,14 @@ def test_mirror_equals_the_naive_model_whatever_the_messages_do(script):
     # A push of the whole tree brings the mirror level with the drafter, whatever was lost.
     resent = [NewNode(n.id, n.parent, n.token, n.logq) for n in drafter.nodes.values()]
     assert paths(mirror.grow(resent, drafter.base_len).tree) >= paths(drafter)
+
+
+def test_a_node_that_is_named_over_and_over_does_not_fill_the_memory():
+    tree = DraftTree(1)
+    for start in range(1, 40_000, 10_000):
+        tree = tree.grow((NewNode(id, ROOT, 7, -0.1) for id in range(start, start + 10_000)), 1).tree
+    assert len(tree) == 1
+    assert len(tree.names) <= NAMES
+    tree = tree.reroot([7])
+    tree = tree.grow((NewNode(id, ROOT, 7, -0.1) for id in range(50_000, 60_000)), 1).tree
+    assert len(tree.trail) <= NAMES + 1
