@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-import queue
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.actors.drafters import Ask, Drafter, DrafterFull, Guess
-from paceline.actors.inbox import Shutdown, drain
+from paceline.actors.inbox import Inbox
 from paceline.actors.link import Link, LinkDown, LinkEvent, LinkUp, Received
 from paceline.actors.messages import Close, GrowthMessage, Malformed, Message, Open, Verdict, decode, encode
 from paceline.actors.schedules import MAX_K, SCHEDULES, Expand, Schedule
@@ -49,7 +48,7 @@ class DrafterLoop:
     """
 
     def __init__(self, drafter: Drafter) -> None:
-        self.inbox: queue.SimpleQueue[LinkEvent | Shutdown] = queue.SimpleQueue()
+        self.inbox: Inbox[LinkEvent] = Inbox()
         self.counters: Counter[str] = Counter()
         self.drafts: dict[_Key, _Draft] = {}
         self._drafter = drafter
@@ -70,15 +69,8 @@ class DrafterLoop:
             self._forget(key)
 
     def take(self, timeout: float | None) -> bool:
-        """Handle all that has come in, waiting up to `timeout` seconds (None: for ever) for the first of it.
-
-        False once the loop has been shut down.
-        """
-        for event in drain(self.inbox, timeout):
-            if isinstance(event, Shutdown):
-                return False
-            self._handle(event)
-        return True
+        """Handle what has come in; see Inbox.take."""
+        return self.inbox.take(timeout, self._handle)
 
     def turn(self) -> bool:
         """One step for every session that wants to grow.  False if none does until something comes in."""

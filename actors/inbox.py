@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -15,14 +15,32 @@ class Shutdown:
     """The loop shall end."""
 
 
-def drain(inbox: queue.SimpleQueue[T], timeout: float | None) -> Iterator[T]:
-    """What is in the inbox; if it is empty, wait up to `timeout` seconds (None: for ever) for something.
+class Inbox(Generic[T]):
+    """Events for one loop.  `put` is safe from any thread, `take` belongs to the loop's."""
 
-    What comes in meanwhile is left for the next time: a peer that never stops sending must not stop the loop.
-    """
-    try:
-        yield inbox.get(timeout=timeout) if timeout != 0 else inbox.get_nowait()
-        for _ in range(inbox.qsize()):
-            yield inbox.get_nowait()
-    except queue.Empty:
-        return
+    def __init__(self) -> None:
+        self._events: queue.SimpleQueue[T | Shutdown] = queue.SimpleQueue()
+
+    def put(self, event: T | Shutdown) -> None:
+        """Hand over an event; never waits."""
+        self._events.put(event)
+
+    def take(self, timeout: float | None, handle: Callable[[T], None]) -> bool:
+        """Handle what has come in; if nothing has, wait up to `timeout` seconds (None: for ever) for something.
+
+        What comes in meanwhile is left for the next time: a peer that never stops sending must not stop the loop.
+        False once the loop has been told to end.
+        """
+        try:
+            event = self._events.get(timeout=timeout) if timeout != 0 else self._events.get_nowait()
+            for _ in range(self._events.qsize()):
+                if isinstance(event, Shutdown):
+                    return False
+                handle(event)
+                event = self._events.get_nowait()
+        except queue.Empty:
+            return True
+        if isinstance(event, Shutdown):
+            return False
+        handle(event)
+        return True

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import queue
 import struct
 import time
 from collections import Counter, deque
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.actors.engine import Engine, Feed
-from paceline.actors.inbox import Shutdown, drain
+from paceline.actors.inbox import Inbox
 from paceline.actors.link import Link, LinkDown, LinkEvent, LinkUp, Received
 from paceline.actors.messages import Close, GrowthMessage, Malformed, Message, decode, encode
 from paceline.actors.rule import BadLogits, verify
@@ -103,7 +102,7 @@ class Verifier:
         settings: VerifierSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.inbox: queue.SimpleQueue[Submit | Cancel | Shutdown | LinkEvent] = queue.SimpleQueue()
+        self.inbox: Inbox[Submit | Cancel | LinkEvent] = Inbox()
         self.sessions: dict[str, Session] = {}
         self.waiting: deque[Submit] = deque()
         self.counters: Counter[str] = Counter()
@@ -140,15 +139,8 @@ class Verifier:
     # What comes in
 
     def take(self, timeout: float | None) -> bool:
-        """Handle all that has come in, waiting up to `timeout` seconds (None: for ever) for the first of it.
-
-        False once the loop has been shut down.
-        """
-        for event in drain(self.inbox, timeout):
-            if isinstance(event, Shutdown):
-                return False
-            self._handle(event)
-        return True
+        """Handle what has come in; see Inbox.take."""
+        return self.inbox.take(timeout, self._handle)
 
     def _handle(self, event: Submit | Cancel | LinkEvent) -> None:
         match event:
