@@ -18,7 +18,7 @@ import ray
 from paceline.actors.device import Device, torch_dtype
 from paceline.actors.drafter import DrafterLoop
 from paceline.actors.drafters import Drafter, ModelDrafter, NgramDrafter
-from paceline.actors.engine import TorchEngine, load_engine
+from paceline.actors.engine import Engine
 from paceline.actors.inbox import Shutdown
 from paceline.actors.link import LinkSettings, TorchLink, host_store, join_store
 from paceline.actors.session import Limits
@@ -42,8 +42,11 @@ class ModelSpec:
     dtype: str
     kv_tokens: int
 
-    def load(self, device: Device) -> TorchEngine:
+    def load(self, device: Device) -> Engine:
         """The engine of it, on this process's device."""
+        # Imported here, since it takes seconds, and neither the driver nor a drafter without a model needs it.
+        from paceline.actors.torch_engine import load_engine
+
         return load_engine(self.directory, device.torch, torch_dtype(self.dtype), self.kv_tokens)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.actors.session import TextStream
-from transformers import AutoTokenizer
 
 # A tokenizer lies in a checkpoint as at least one of these; transformers would make up an empty one without them.
 _TOKENIZER_FILES = (
@@ -34,6 +33,9 @@ def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
 
 def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
     """The transformers tokenizer of a checkpoint directory; nothing is fetched, and none of its code is run."""
+    # Imported here, since it takes seconds, and a model without a tokenizer does not need it.
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:

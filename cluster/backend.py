@@ -40,3 +40,7 @@ class Backend(Protocol):
 
 class BackendError(RuntimeError):
     """The cell cannot serve; the request is not to blame."""
+
+
+class CellError(RuntimeError):
+    """The cell could not be started; nothing of it is left."""

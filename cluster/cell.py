@@ -25,7 +25,7 @@ from paceline.actors.text import TextCodec
 from paceline.actors.values import Delta, Request, Speculation
 from paceline.actors.verifier import VerifierSettings
 from paceline.cluster import processes
-from paceline.cluster.backend import BackendError, ModelInfo
+from paceline.cluster.backend import BackendError, CellError, ModelInfo
 from paceline.cluster.config import NGRAM, NONE, CellConfig
 from paceline.cluster.models import ModelError, ModelFiles, check_pair, resolve
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -43,10 +43,6 @@ _TICK = 1.0
 _STATUS_TIMEOUT = 2.0
 _STOP_TIMEOUT = 8.0
 _OBJECT_STORE_BYTES = 100 * 2**20
-
-
-class CellError(RuntimeError):
-    """The cell could not be started; nothing of it is left."""
 
 
 class Cell:
@@ -132,6 +128,19 @@ def _control(method: Any) -> Any:
     return method.options(concurrency_group=_CONTROL)
 
 
+def _log_what_ray_prints() -> None:
+    """Ray's driver prints the troubles of its cluster to stdout, where answers go; let them be logged instead."""
+    worker = ray._private.worker
+    if hasattr(worker, "print_to_stdstream"):
+        worker.print_to_stdstream = _log_ray_message
+
+
+def _log_ray_message(data: dict[str, Any], ignore_prefix: bool = False) -> None:
+    text = " ".join(data.get("lines", ())).strip()
+    log.warning("Ray says: %s", text.partition(". ")[0])
+    log.debug("Ray says: %s", text)
+
+
 def _sweep() -> None:
     """Remove what cells of ours have left that were killed outright."""
     for path in Path(tempfile.gettempdir()).glob(f"{_DIRECTORY}*-*"):
@@ -159,6 +168,7 @@ class Cluster:
         _sweep()
         # Short, because Ray makes sockets in it, and their paths may have 107 bytes.
         self._directory = Path(tempfile.mkdtemp(prefix=f"{_DIRECTORY}{os.getpid()}-"))
+        _log_what_ray_prints()
         ray.init(
             address="local",
             num_cpus=cpus,
@@ -175,7 +185,7 @@ class Cluster:
         started = processes.below_those_with(str(self._directory))
         ray.shutdown()
         for pid in processes.await_end(started, _STOP_TIMEOUT):
-            log.warning("process %d did not end; it is killed", pid)
+            log.info("process %d did not end; it is killed", pid)
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -62,11 +62,11 @@ Dtype = Annotated[
 ]
 Schedule = Annotated[
     str | None,
-    typer.Option(metavar="S", help="When to draft and when to verify: plain, sync or amusd. [default: the server's]"),
+    typer.Option(metavar="S", help="Who works when: plain, sync or amusd. [default: amusd, or the server's]"),
 ]
 K = Annotated[
     int | None,
-    typer.Option(min=0, max=_U32, metavar="K", help="Depth of the draft in tokens. [default: the server's]"),
+    typer.Option(min=0, max=_U32, metavar="K", help="Depth of the draft, 1 to 32. [default: 4, or the server's]"),
 ]
 Temperature = Annotated[float, typer.Option(metavar="X", help="0 is greedy; 1 leaves the model's odds as they are.")]
 TopP = Annotated[float, typer.Option(metavar="X", help="Keep the likeliest tokens of this much probability; 1: all.")]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.cluster import terminal
+from paceline.cluster.backend import CellError
 from paceline.cluster.client import CallError, Client, connect
 from paceline.cluster.config import CellConfig
 from paceline.cluster.gateway import AddressError, RunningGateway, check_address, serve, split_address
@@ -127,11 +128,14 @@ def _whole(text: str, what: str) -> str:
 @contextmanager
 def _cell(config: CellConfig) -> Iterator[Cell]:
     """A running cell; it is taken down at the end, and no further Ctrl-C keeps it from that."""
-    from paceline.cluster.cell import Cell, CellError
     from paceline.cluster.models import ModelError
 
     try:
         with terminal.Progress() as progress:
+            # Importing torch and Ray takes seconds.
+            progress("starting")
+            from paceline.cluster.cell import Cell
+
             cell = Cell.start(config, progress)
     except ModelError as error:
         raise Failure(str(error), WRONG) from error

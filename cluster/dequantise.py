@@ -13,7 +13,7 @@ from typing import Any
 
 import gguf
 import torch
-from paceline.actors.engine import UnsupportedModel, refuse_unsupported
+from paceline.actors.attention import UnsupportedModel, refuse_unsupported
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")

@@ -358,7 +358,7 @@ def _missing_weights(directory: Path) -> str:
 
 
 def _check_config(directory: Path, name: str) -> None:
-    from paceline.actors.engine import UnsupportedModel, refuse_unsupported
+    from paceline.actors.attention import UnsupportedModel, refuse_unsupported
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if not (directory / "config.json").is_file():

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from paceline.actors.drafter import DrafterLoop
 from paceline.actors.drafters import Drafter
-from paceline.actors.engine import TorchEngine
 from paceline.actors.memory_link import Fault, faithful, memory_link
 from paceline.actors.session import Limits
 from paceline.actors.text import TextCodec
+from paceline.actors.torch_engine import TorchEngine
 from paceline.actors.values import Delta, Finish, Request
 from paceline.actors.verifier import Submit, Verifier, VerifierSettings
 from transformers import AutoModelForCausalLM

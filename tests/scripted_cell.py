@@ -7,15 +7,12 @@ import sys
 import types
 from typing import Any
 
+from paceline.cluster.backend import CellError
 from paceline.cluster.cli import main
 from paceline.cluster.models import ModelError
 from scripted import ByteCodec, ScriptedBackend, endless, hello
 
 BEHAVIOUR = sys.argv.pop(1)
-
-
-class CellError(RuntimeError):
-    pass
 
 
 class Cell:
@@ -41,5 +38,5 @@ class Cell:
         sys.stderr.write(f"cell stopped, {cancelled} of {len(self.backend.requests)} cancelled\n")
 
 
-sys.modules["paceline.cluster.cell"] = types.SimpleNamespace(Cell=Cell, CellError=CellError)  # type: ignore[assignment]
+sys.modules["paceline.cluster.cell"] = types.SimpleNamespace(Cell=Cell)  # type: ignore[assignment]
 main()

@@ -53,7 +53,9 @@ def test_the_seed_fixes_the_tokens_at_temperature_one(cell: Any) -> None:
     assert len(set(expected)) == len(expected)
 
 
-def test_a_killed_drafter_costs_no_token_and_comes_back(cell: Any, plain: list[Any]) -> None:
+def test_a_killed_drafter_costs_no_token_and_comes_back(
+    cell: Any, plain: list[Any], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     pid = _drafter_pid(cell)
 
     def kill(count: int) -> None:
@@ -70,6 +72,9 @@ def test_a_killed_drafter_costs_no_token_and_comes_back(cell: Any, plain: list[A
     again, finish = asyncio.run(answer(cell, requests(cell, "amusd", tag="-after")[0]))
     assert again == plain[0]
     assert finish.stats.accepted > 0
+    # Ray's own words about it are logged; they do not get between those of an answer.
+    until(lambda: "Ray says: A worker died" in caplog.text, "Ray's message")
+    assert capfd.readouterr().out == ""
 
 
 def test_a_hung_drafter_costs_no_token_and_is_heard_again(cell: Any, plain: list[Any]) -> None:

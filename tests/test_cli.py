@@ -342,7 +342,7 @@ def test_a_bug_is_one_line_too(monkeypatch: pytest.MonkeyPatch):
 def test_without_an_address_a_cell_is_started_used_and_stopped():
     code, out, err = ended(spawn("generate", "--target", "some-model", "--drafter", "none", "hi"))
     assert (code, out) == (0, "héllo wörld\n")
-    starting, stopped, statistics = err.splitlines()
+    _, starting, stopped, statistics = err.splitlines()
     assert (starting, stopped) == ("starting some-model with none", "cell stopped, 0 of 1 cancelled")
     assert "tokens/s" in statistics
 
@@ -360,6 +360,7 @@ def test_ctrl_c_during_an_answer_stops_the_cell():
 def test_ctrl_c_during_the_start_ends_it():
     process = spawn("generate", "hi", behaviour="slow_start")
     assert process.stderr is not None
+    assert process.stderr.readline() == "starting\n"
     assert process.stderr.readline().startswith("starting smollm2-135m with ngram")
     process.send_signal(signal.SIGINT)
     assert ended(process) == (130, "", "")
@@ -371,7 +372,7 @@ def test_ctrl_c_during_the_start_ends_it():
 )
 def test_a_cell_that_does_not_start_is_one_line(behaviour: str, code: int, message: str):
     process = spawn("generate", "--target", "x", "hi", behaviour=behaviour)
-    assert ended(process) == (code, "", f"starting x with ngram\npaceline: {message}\n")
+    assert ended(process) == (code, "", f"starting\nstarting x with ngram\npaceline: {message}\n")
 
 
 # up

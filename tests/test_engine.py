@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from paceline.actors import engine as engine_module
-from paceline.actors.engine import Feed, OutOfBlocks, TorchEngine, UnsupportedModel, load_engine, refuse_unsupported
+from paceline.actors import torch_engine as engine_module
+from paceline.actors.attention import UnsupportedModel, refuse_unsupported
+from paceline.actors.blocks import OutOfBlocks
+from paceline.actors.engine import Feed
+from paceline.actors.torch_engine import TorchEngine, load_engine
 from paceline.kernels import tree_attention as kernel
 from tiny_models import CONFIGS, VOCAB, WINDOW, tiny_model
 from torch import Tensor

@@ -18,8 +18,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from paceline.actors.engine import Feed, load_engine
+from paceline.actors.engine import Feed
 from paceline.actors.text import TextCodec
+from paceline.actors.torch_engine import load_engine
 from paceline.cluster import models
 from paceline.cluster.models import ModelError, Wheel, check_pair, list_models, resolve
 from safetensors.torch import load_file
