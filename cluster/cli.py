@@ -118,6 +118,8 @@ def options(
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format=form)
     logging.getLogger("paceline").setLevel(logging.DEBUG if verbose else logging.WARNING)
+    # What goes wrong in a call is said by us; gRPC would add a traceback for each call that is cut off by the end.
+    logging.getLogger("grpc").setLevel(logging.CRITICAL)
 
 
 @app.command()
