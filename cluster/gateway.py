@@ -231,12 +231,15 @@ class _Servicer(pb_grpc.GenerationServiceServicer):
         # One thread: a long prompt must not hold up the streams, and tokenizers need not be safe to share.
         self._tokenizer = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._running: set[str] = set()
+        self._calls: set[asyncio.Task[Any]] = set()
         self._releases: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Wait until the requests of all ended calls are cancelled."""
-        if self._releases:
-            await asyncio.wait(self._releases, timeout=2 * _RELEASE_TIMEOUT)
+        """Wait until all calls have ended and their requests are cancelled."""
+        # A stopped server has told its calls to end; when they do is theirs.
+        for tasks in (self._calls, self._releases):
+            if tasks:
+                await asyncio.wait(tasks, timeout=2 * _RELEASE_TIMEOUT)
         self._tokenizer.shutdown(wait=False, cancel_futures=True)
 
     async def GetModel(self, request: pb.GetModelRequest, context: _Context) -> pb.GetModelResponse:  # noqa: N802
@@ -255,6 +258,7 @@ class _Servicer(pb_grpc.GenerationServiceServicer):
         )
 
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:  # noqa: N802
+        self._note_call()
         try:
             await self._generate(request, context)
             return
@@ -269,6 +273,12 @@ class _Servicer(pb_grpc.GenerationServiceServicer):
             log.exception("a call failed")
             code, detail = grpc.StatusCode.INTERNAL, f"unexpected {type(error).__name__}; the server's log says more"
         await context.abort(code, detail[:_MAX_DETAIL])
+
+    def _note_call(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
 
     async def _generate(self, proto: pb.GenerateRequest, context: _Context) -> None:
         request = await self._admit(proto)

@@ -494,6 +494,18 @@ async def test_stopping_without_grace_cancels_what_runs():
 
 
 @with_loop()
+async def test_stopping_waits_for_calls_that_their_clients_have_just_cancelled():
+    backend = ScriptedBackend(endless)
+    async with served(backend) as (gateway, _, stub):
+        calls = [stub.Generate(HI) for _ in range(4)]
+        for call in calls:
+            await call.read()
+            call.cancel()
+        await gateway.stop()
+        assert {backend.cancelled.get_nowait() for _ in calls} == {request.id for request in backend.requests}
+
+
+@with_loop()
 async def test_a_model_without_a_chat_template_is_told():
     class Plain(ByteCodec):
         has_chat_template = False
