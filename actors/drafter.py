@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from paceline.actors.drafters import Ask, Drafter, DrafterFull, Guess
 from paceline.actors.inbox import Inbox
 from paceline.actors.link import Link, LinkDown, LinkEvent, LinkUp, Received
-from paceline.actors.messages import Close, GrowthMessage, Malformed, Message, Open, Verdict, decode, encode
+from paceline.actors.messages import Close, GrowthMessage, Malformed, Open, Verdict, decode, encode
 from paceline.actors.schedules import MAX_K, SCHEDULES, Expand, Schedule
 from paceline.actors.tree import ROOT, DraftTree, NewNode
 from paceline.actors.values import Speculation
@@ -113,9 +113,8 @@ class DrafterLoop:
         log.warning("session %s of %s is drafted no more: %s", draft.key[1], draft.key[0], error)
         self._release(draft)
         # Said once, so that the verifier does not wait for what will not come.
-        self._send(
-            draft, GrowthMessage(draft.key[1], draft.epoch, draft.tree.base_len, self._drafter.version, done=True)
-        )
+        draft.done = True
+        self._send_growth(draft, ())
 
     def _name(self, ask: Ask, guesses: Sequence[Guess]) -> list[NewNode]:
         ids = [next(self._ids) for _ in guesses]
@@ -128,12 +127,13 @@ class DrafterLoop:
         self.counters["grown_nodes"] += len(nodes)
         self._send_growth(draft, nodes)
 
-    def _send_growth(self, draft: _Draft, nodes: Sequence[NewNode], lost: bool = False) -> None:
+    def _send_growth(self, draft: _Draft, nodes: Sequence[NewNode]) -> None:
+        name, slot = draft.key
         version, base_len = self._drafter.version, draft.tree.base_len
-        self._send(draft, GrowthMessage(draft.key[1], draft.epoch, base_len, version, tuple(nodes), draft.done, lost))
+        self._send(name, GrowthMessage(slot, draft.epoch, base_len, version, tuple(nodes), draft.done))
 
-    def _send(self, draft: _Draft, message: Message) -> None:
-        if not self._links[draft.key[0]].send(encode(message)):
+    def _send(self, name: str, message: GrowthMessage) -> None:
+        if not self._links[name].send(encode(message)):
             self.counters["unsent_messages"] += 1
 
     # What comes in
@@ -231,9 +231,8 @@ class DrafterLoop:
     def _lose(self, name: str, message: Verdict) -> None:
         self.counters["lost_sessions"] += 1
         self._forget((name, message.session))
-        reply = GrowthMessage(message.session, message.epoch, message.base_len, self._drafter.version, lost=True)
-        if not self._links[name].send(encode(reply)):
-            self.counters["unsent_messages"] += 1
+        version = self._drafter.version
+        self._send(name, GrowthMessage(message.session, message.epoch, message.base_len, version, lost=True))
 
     def _reroot(self, draft: _Draft, message: Verdict) -> None:
         if draft.handle is not None:
