@@ -9,12 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
+from paceline.kernels.dispatch import kernel
+from paceline.kernels.native import kernels
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
+_CPU = torch.device("cpu")
+
+LOWEST, HIGHEST = -3.2, 23.0
+"""No noise lies outside these: a word of 32 bits gives -log(-log(u)) between -3.13 and 22.88."""
 
 
 def _mulhilo(a: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
@@ -38,17 +45,59 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> tuple[T
     return c0, c1, c2, c3
 
 
-def gumbel(seed: int, positions: Sequence[int], vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
+@kernel("triton_noise")
+def gumbel(seed: int, positions: Sequence[int], vocab_size: int, device: torch.device = _CPU) -> Tensor:
     """Standard Gumbel noise, float32 [len(positions), vocab_size].
 
     Row i depends on (seed, positions[i]) only, so every pass that visits an output position draws the same token there.
     A position is the index of the token in the whole sequence, prompt included, below 2**32.
     """
-    block = torch.arange((vocab_size + 3) // 4, dtype=torch.int64, device=device)[None, :]
-    position = torch.tensor(positions, dtype=torch.int64, device=device)[:, None]
-    zero = torch.zeros((), dtype=torch.int64, device=device)
-    shape = (len(positions), block.shape[1])
-    words = torch.stack([word.expand(shape) for word in philox((block, position, zero, zero), seed)], dim=-1)
-    # The midpoint keeps u off 0 and 1; float64 keeps the upper tail, which float32 would cut at about 17.
-    u = (words.reshape(len(positions), -1)[:, :vocab_size].double() + 0.5) * 2.0**-32
-    return -torch.log(-torch.log(u)).float()
+    native = kernels() if device.type == "cpu" else None
+    if native is not None:
+        uniforms = torch.empty((len(positions), vocab_size), dtype=torch.float64)
+        at = torch.tensor(positions, dtype=torch.int64)
+        native.uniforms(seed, at.data_ptr(), len(positions), vocab_size, uniforms.data_ptr())
+        return _from_uniforms(uniforms)
+    blocks = torch.arange((vocab_size + 3) // 4, dtype=torch.int64, device=device)
+    at = torch.tensor(positions, dtype=torch.int64, device=device)[:, None]
+    return _from_uniforms(_uniforms(seed, at, blocks).flatten(1)[:, :vocab_size])
+
+
+def contenders(scores: Tensor, best: float, seed: int, position: int) -> tuple[Tensor, Tensor]:
+    """(tokens int64 [n], noise float32 [n]): the tokens that may have the highest score plus noise, ascending.
+
+    scores: float32 [V].  best: their finite maximum.  All others are proven to stay below what the best score's token
+    reaches at least, so their noise, which costs more than everything else about a draw, is not made.
+    """
+    # Float addition never reverses an order, so these bounds hold for the rounded sums as well.
+    floor = best + LOWEST
+    native = kernels() if scores.device.type == "cpu" else None
+    if native is None:
+        return _contending_blocks(scores, floor, seed, position)
+    scores, size = scores.contiguous(), scores.numel()
+    tokens, uniforms = torch.empty(size, dtype=torch.int64), torch.empty(size, dtype=torch.float64)
+    count = native.contenders(seed, position, scores.data_ptr(), size, floor, tokens.data_ptr(), uniforms.data_ptr())
+    return tokens[:count], _from_uniforms(uniforms[:count])
+
+
+def _contending_blocks(scores: Tensor, floor: float, seed: int, position: int) -> tuple[Tensor, Tensor]:
+    """All tokens of every block of four that has one whose score could still be lifted to `floor`."""
+    possible = scores + HIGHEST >= floor
+    blocks = F.pad(possible, (0, -len(possible) % 4)).view(-1, 4).any(-1).nonzero()[:, 0]
+    at = torch.tensor(position, dtype=torch.int64, device=scores.device)
+    noise = _from_uniforms(_uniforms(seed, at, blocks).flatten())
+    tokens = (blocks[:, None] * 4 + torch.arange(4, device=scores.device)).flatten()
+    real = tokens < scores.numel()
+    return tokens[real], noise[real]
+
+
+def _uniforms(seed: int, positions: Tensor, blocks: Tensor) -> Tensor:
+    """Numbers in (0, 1), float64 [..., 4], of the four tokens of each of these blocks."""
+    zero = torch.zeros((), dtype=torch.int64, device=blocks.device)
+    words = torch.stack(philox((blocks, positions, zero, zero), seed), dim=-1)
+    # The midpoint keeps them off 0 and 1; float64 keeps the upper tail, which float32 would cut at about 17.
+    return (words.double() + 0.5) * 2.0**-32
+
+
+def _from_uniforms(uniforms: Tensor) -> Tensor:
+    return -torch.log(-torch.log(uniforms)).float()

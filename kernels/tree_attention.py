@@ -7,12 +7,15 @@ the tree attention of SpecInfer (Miao et al., ASPLOS 2024) and Medusa (Cai et al
 
 from __future__ import annotations
 
+import itertools
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 import torch.nn.functional as F
+from paceline.kernels.dispatch import kernel
 from torch import Tensor
 
 # Padding sequences to a common shape saves kernel launches and wastes arithmetic; this much waste is let through.
@@ -78,6 +81,34 @@ class TreeBatch:
             groups.append(_Group(members, start, self.block_size, self.device))
             start += sum(member.new for member in members)
         return tuple(groups)
+
+    @cached_property
+    def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The batch as a device kernel reads it, int64, sent to the device in one piece: (facts, blocks, depths, bits).
+
+        facts: [S, 6], of each sequence its first query, new tokens, committed positions, pending slots, and where its
+        blocks and its depths begin.  blocks, depths: those of all sequences, one after another.  bits: [N, words], of
+        each query the pending slots that it sees, 64 to a word, the lowest bit first.
+        """
+        facts: list[int] = []
+        query = block = depth = 0
+        for one in self.sequences:
+            facts += (query, one.new, one.committed, len(one.depths), block, depth)
+            query, block, depth = query + one.new, block + len(one.blocks), depth + len(one.depths)
+        words = (max(len(one.depths) for one in self.sequences) + 63) // 64
+        seen = b"".join(bits.to_bytes(8 * words, "little") for one in self.sequences for bits in one.ancestors)
+        blocks = [number for one in self.sequences for number in one.blocks]
+        depths = [number for one in self.sequences for number in one.depths]
+        packed = array("q", [*facts, *blocks, *depths])
+        packed.frombytes(seen)
+        data = torch.frombuffer(packed, dtype=torch.int64).to(self.device)
+        ends = list(itertools.accumulate((len(facts), block, depth, query * words)))
+        return (
+            data[: ends[0]].view(-1, 6),
+            data[ends[0] : ends[1]],
+            data[ends[1] : ends[2]],
+            data[ends[2] :].view(-1, words),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +250,7 @@ def _similar_runs(sequences: Sequence[TreeSequence]) -> list[list[TreeSequence]]
     return runs
 
 
+@kernel("triton_attention")
 def tree_attention(
     query: Tensor,
     key_pool: Tensor,
