@@ -53,7 +53,8 @@ def _attention(
 ) -> tuple[Tensor, None]:
     if paceline is None:
         raise UnsupportedModel(f"{type(module).__name__} does not get the arguments that its model was called with")
-    return paceline.attend(module, query, key, value, attention_mask, options), None
+    # The native library attends in float32, and what follows need not take that.
+    return paceline.attend(module, query, key, value, attention_mask, options).to(query.dtype), None
 
 
 def _describe_mask(*, mask_function: Callable[..., Tensor], config: Any, device: torch.device, **_: Any) -> Tensor:

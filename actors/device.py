@@ -57,10 +57,24 @@ class Device:
         """bfloat16 where the device computes in it; a CPU that only emulates it is faster in float32."""
         return "bfloat16" if self.kind == "cuda" or _cpu_flags() & _BFLOAT16_FLAGS else "float32"
 
+    def dtype(self, name: str) -> str:
+        """The name of a dtype, or the best one for "auto"."""
+        return self.best_dtype if name == "auto" else name
+
     @property
     def link_frames(self) -> Literal["host", "device"]:
         """Where the frames of a link lie: in the device's memory if it has its own."""
         return "host" if self.kind == "cpu" else "device"
+
+    @property
+    def pass_tokens(self) -> int:
+        """How many tokens one pass may take: about as many as it takes to keep the device busy with its arithmetic."""
+        return 2048 if self.kind == "cuda" else 128
+
+    @property
+    def prefill_chunk(self) -> int:
+        """How many tokens of prompts a pass may take beside others that decode, and that wait for it."""
+        return 512 if self.kind == "cuda" else 32
 
     def claim(self) -> None:
         """Settle this process on the device: on its core with one torch thread, or on its GPU."""
@@ -68,6 +82,11 @@ class Device:
             pin_process(self.index)
         else:
             torch.cuda.set_device(self.index)
+
+    def synchronise(self) -> None:
+        """Wait until everything that was begun on it is done."""
+        if self.kind == "cuda":
+            torch.cuda.synchronize(self.torch)
 
 
 def _cpu_flags() -> set[str]:

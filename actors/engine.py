@@ -32,13 +32,29 @@ class Engine(Protocol):
 
     vocab_size: int
     context_length: int
+    block_size: int
+    """Positions per block, the unit of the cache."""
 
-    def open(self) -> int:
-        """A new, empty sequence.  Ids are never used again."""
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that sequences can still take."""
+        ...
+
+    def open(self, tokens: Sequence[int] = (), salt: bytes | None = None) -> int:
+        """A new sequence that will begin with `tokens`.  Ids are never used again.
+
+        The longest run of whole blocks of `tokens` that is still cached is committed in it already, see `length`, but
+        never all of `tokens`.  Only blocks of committed tokens of sequences with the same salt are found.
+        salt: None neither finds any nor leaves any to be found.
+        """
+        ...
+
+    def cost(self, tokens: Sequence[int], salt: bytes | None = None) -> int:
+        """Free blocks that a sequence would have taken once it had opened with `tokens` and held all of them."""
         ...
 
     def step(self, feeds: Sequence[Feed]) -> list[Tensor]:
-        """One batched forward; per feed, float32 [len(rows), vocab_size].
+        """One batched forward; per feed, float32 [len(rows), vocab_size], or a column per token of a trimmed head.
 
         Raises ValueError for a Feed that cannot be run, and OutOfBlocks when the pool is empty.
         """
@@ -60,12 +76,20 @@ class Engine(Protocol):
         """Free a sequence.  Closing it again does nothing."""
         ...
 
+    def forget(self, sequence: int) -> None:
+        """Let nothing that it holds be found by `open` any more; for when something is wrong with it."""
+        ...
+
     def length(self, sequence: int) -> int:
         """Committed positions."""
         ...
 
     def pending(self, sequence: int) -> int:
         """Pending slots."""
+        ...
+
+    def spare(self, sequence: int) -> int:
+        """Slots that it can still add without another block."""
         ...
 
     def fits(self, lengths: Sequence[int]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,9 +13,13 @@ from typing import Any
 
 import torch
 from paceline.actors.attention import ATTENTION, Layer, UnsupportedModel, probe_layers, refuse_unsupported
-from paceline.actors.blocks import BlockPool, OutOfBlocks
+from paceline.actors.blocks import BlockPool, OutOfBlocks, PoolBroken, block_keys
 from paceline.actors.engine import Feed
+from paceline.actors.packed import speed_up
+from paceline.actors.vocabulary import trim_head
 from paceline.kernels.kv_compact import kv_compact
+from paceline.kernels.native import Kernels, Workspace
+from paceline.kernels.paged_attention import PagedAttention, describe, refuse_shape
 from paceline.kernels.tree_attention import TreeBatch, TreeSequence, tree_attention
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -22,16 +27,23 @@ from transformers import AutoConfig, AutoModelForCausalLM
 log = logging.getLogger(__name__)
 
 # Largest |difference| / |reference| that rounding explains; a wrong mask or position is far beyond it.
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 8e-2}
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 8e-2, torch.int8: 0.25}
 _CHECK_TOKENS = 24
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """A sequence's cache.  ancestors[p] has bit a set when slot p follows slot a, directly or not, or is a itself."""
+    """A sequence's cache.  ancestors[p] has bit a set when slot p follows slot a, directly or not, or is a itself.
 
+    tokens: of the committed positions, then of the pending slots.  keys: of the whole committed blocks, which are never
+    written again and may have other holders; empty without a salt.
+    """
+
+    salt: bytes | None = None
     length: int = 0
     blocks: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     ancestors: list[int] = field(default_factory=list)
@@ -56,6 +68,7 @@ class _Growth:
 
     def apply(self, taken: Sequence[int]) -> None:
         self.sequence.blocks.extend(taken)
+        self.sequence.tokens.extend(self.feed.tokens)
         self.sequence.parents.extend(self.feed.parents)
         self.sequence.depths[:] = self.depths
         self.sequence.ancestors.extend(self.ancestors)
@@ -87,6 +100,44 @@ class _Cache:
             kv_compact(pool, rows[0], rows[1])
 
 
+class _Native:
+    """The attention of the layers that the native library attends for."""
+
+    def __init__(self, kernels: Kernels, block_size: int) -> None:
+        self._kernels, self._block_size, self._workspace = kernels, block_size, Workspace()
+        self._layers: dict[int, PagedAttention | None] = {}
+
+    def attention(
+        self, cache: _Cache, layer: int, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+    ) -> PagedAttention | None:
+        """That of one layer, which asks for the same at every call, or None if it has to be attended otherwise."""
+        if layer not in self._layers:
+            why = refuse_shape(query, key, value)
+            if why is not None:
+                log.info("layer %d is attended by PyTorch, since %s", layer, why)
+            self._layers[layer] = (
+                None
+                if why is not None
+                else PagedAttention(
+                    self._kernels,
+                    self._workspace,
+                    cache.keys[layer],
+                    cache.values[layer],
+                    query.shape[1],
+                    self._block_size,
+                    scaling=_scaling(query, options),
+                    softcap=options.get("softcap"),
+                    window=cache.windows[layer],
+                )
+            )
+        return self._layers[layer]
+
+
+def _scaling(query: Tensor, options: dict[str, Any]) -> float:
+    scaling: float | None = options.get("scaling")
+    return query.shape[-1] ** -0.5 if scaling is None else scaling
+
+
 @dataclass(frozen=True, slots=True)
 class _Pass:
     """The context of one forward: where its keys and values go, and what its queries see."""
@@ -94,6 +145,8 @@ class _Pass:
     cache: _Cache
     slots: Tensor  # int64 [N], the pool row of each new token
     batch: TreeBatch
+    native: _Native | None
+    described: array[int]  # the batch, for the native library
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
@@ -101,15 +154,18 @@ class _Pass:
         """Write the new keys and values, then attend; see attention.Context."""
         layer: Any = module.layer_idx
         keys, values = self.cache.keys[layer], self.cache.values[layer]
+        if self.native is not None and (
+            attention := self.native.attention(self.cache, layer, query, key, value, options)
+        ):
+            return attention(query, key, value, len(self.batch.sequences), self.described)
         keys.index_copy_(0, self.slots, key[0].transpose(0, 1))
         values.index_copy_(0, self.slots, value[0].transpose(0, 1))
-        scaling = options.get("scaling")
         output = tree_attention(
             query[0].transpose(0, 1),
             keys,
             values,
             self.batch,
-            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            scaling=_scaling(query, options),
             softcap=options.get("softcap"),
             window=self.cache.windows[layer],
         )
@@ -122,10 +178,11 @@ class TorchEngine:
     model: loaded, on its device, in its dtype; its attention is replaced by ours.
     kv_tokens: cached positions over all sequences, rounded up to whole blocks.
     block_size: positions per block.
+    kernels: the native library's, for a model on the CPU; without them PyTorch attends.
     Raises UnsupportedModel for a model that would not be computed exactly.  Not thread-safe.
     """
 
-    def __init__(self, model: Any, kv_tokens: int, block_size: int = 16) -> None:
+    def __init__(self, model: Any, kv_tokens: int, block_size: int = 16, kernels: Kernels | None = None) -> None:
         if kv_tokens < 1 or block_size < 1:
             raise ValueError(f"kv_tokens and block_size must be positive, got {kv_tokens} and {block_size}")
         refuse_unsupported(model.config)
@@ -137,20 +194,42 @@ class TorchEngine:
         self._device: torch.device = model.device
         self.pool = BlockPool(-(-kv_tokens // block_size))
         self._cache = _Cache(probe_layers(model), self.pool.blocks * block_size, model.dtype, self._device)
+        self._native = None if kernels is None else _Native(kernels, block_size)
         self._sequences: dict[int, _Sequence] = {}
         self._ids = itertools.count()
 
-    def open(self) -> int:
+    @property
+    def free_blocks(self) -> int:
+        """See Engine.free_blocks."""
+        return self.pool.free_blocks
+
+    def open(self, tokens: Sequence[int] = (), salt: bytes | None = None) -> int:
         """See Engine.open."""
         sequence = next(self._ids)
-        self._sequences[sequence] = _Sequence()
+        keys = self._findable(tokens, salt)
+        blocks = self.pool.adopt(keys)
+        length = len(blocks) * self.block_size
+        self._sequences[sequence] = _Sequence(salt, length, blocks, list(tokens[:length]), keys[: len(blocks)])
         return sequence
+
+    def cost(self, tokens: Sequence[int], salt: bytes | None = None) -> int:
+        """See Engine.cost."""
+        return self._blocks_for(len(tokens)) - self.pool.in_use(self._findable(tokens, salt))
+
+    def _findable(self, tokens: Sequence[int], salt: bytes | None) -> list[bytes]:
+        """Keys of the whole blocks before the last token, which is always computed, since its logits are wanted."""
+        return [] if salt is None else list(block_keys(tokens[:-1], self.block_size, salt))
 
     def close(self, sequence: int) -> None:
         """See Engine.close."""
         state = self._sequences.pop(sequence, None)
         if state is not None:
             self.pool.free(state.blocks)
+
+    def forget(self, sequence: int) -> None:
+        """See Engine.forget."""
+        for block in self._state(sequence).blocks:
+            self.pool.retract(block)
 
     def length(self, sequence: int) -> int:
         """See Engine.length."""
@@ -159,6 +238,11 @@ class TorchEngine:
     def pending(self, sequence: int) -> int:
         """See Engine.pending."""
         return len(self._state(sequence).parents)
+
+    def spare(self, sequence: int) -> int:
+        """See Engine.spare."""
+        state = self._state(sequence)
+        return len(state.blocks) * self.block_size - state.total
 
     def fits(self, lengths: Sequence[int]) -> bool:
         """See Engine.fits."""
@@ -189,6 +273,7 @@ class TorchEngine:
         last = path[-1]
         kept = [p for p in range(last + 1, len(state.parents)) if state.ancestors[p] >> last & 1]
         self._move(state, [*path, *kept])
+        state.tokens[state.length :] = [state.tokens[state.length + p] for p in (*path, *kept)]
         renamed = {old: new for new, old in enumerate(kept)}
         parents = [renamed.get(state.parents[p], -1) for p in kept]
         state.length += len(path)
@@ -196,53 +281,72 @@ class TorchEngine:
         for parent in parents:
             _append_slot(state.parents, state.depths, state.ancestors, parent)
         self._release(state)
+        self._publish(state)
         return renamed
 
     def truncate(self, sequence: int, length: int) -> None:
-        """See Engine.truncate.  Raises ValueError unless 0 <= length <= the committed length."""
+        """See Engine.truncate.  Raises ValueError unless 0 <= length <= the committed length.
+
+        OutOfBlocks if the last block that stays is shared, will have to be written, and there is no room for a copy.
+        """
         state = self._state(sequence)
         if not 0 <= length <= state.length:
             raise ValueError(f"sequence {sequence} has {state.length} committed positions, so not {length} to keep")
+        self._unshare(state, length)
         state.length = length
+        del state.tokens[length:]
         state.parents, state.depths, state.ancestors = [], [], []
         self._release(state)
 
     def check(self) -> None:
-        """Raise PoolBroken unless every block is free or held by the one sequence that needs it."""
+        """Raise PoolBroken unless every block is free or held by those that need it, and holds what its key says."""
         self.pool.check({sequence: state.blocks for sequence, state in self._sequences.items()})
         for sequence, state in self._sequences.items():
             if len(state.blocks) != self._blocks_for(state.total):
-                raise RuntimeError(f"sequence {sequence} holds {len(state.blocks)} blocks for {state.total} positions")
+                raise PoolBroken(f"sequence {sequence} holds {len(state.blocks)} blocks for {state.total} positions")
+            if len(state.tokens) != state.total:
+                raise PoolBroken(f"sequence {sequence} has {len(state.tokens)} tokens for {state.total} positions")
+            self._check_keys(sequence, state)
+        self._check_sharing()
 
-    def check_against_reference(self) -> None:
+    def _check_keys(self, sequence: int, state: _Sequence) -> None:
+        committed = state.tokens[: state.length]
+        if state.keys != ([] if state.salt is None else list(block_keys(committed, self.block_size, state.salt))):
+            raise PoolBroken(f"sequence {sequence} has keys of other tokens than its committed ones")
+        for index, block in enumerate(state.blocks):
+            # One of two equal blocks goes without a key.
+            if self.pool.key(block) not in (None, *state.keys[index : index + 1]):
+                raise PoolBroken(f"block {block} of sequence {sequence} is found by other tokens than it holds")
+
+    def _check_sharing(self) -> None:
+        """Who holds the same block must have the same tokens in it, and all up to it, for good."""
+        holders: dict[int, tuple[int, bytes | None]] = {}
+        for sequence, state in self._sequences.items():
+            for block, key in itertools.zip_longest(state.blocks, state.keys):
+                other, known = holders.setdefault(block, (sequence, key))
+                if other != sequence and (key is None or key != known):
+                    raise PoolBroken(f"block {block} has other tokens in sequence {sequence} than in sequence {other}")
+
+    def check_against_reference(self, reference: Tensor | None = None, weights: torch.dtype | None = None) -> None:
         """Compare a few tokens, decoys beside them, with the model's own eager attention, in the model's dtype.
 
+        reference: what `reference_logits` gave before the model's layers were replaced; None: what it gives now.
+        weights: the type of its weights where that is not the model's.
         Raises UnsupportedModel when they disagree by more than rounding, and OutOfBlocks when the pool is full.
         """
         count = min(_CHECK_TOKENS, self.context_length, self.pool.free_blocks * self.block_size // 2)
         if count < 1:
             raise OutOfBlocks(f"the self-check needs free blocks and {self.pool.free_blocks} are free")
-        generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(self.vocab_size, (count,), generator=generator)
-        reference = self._eager_logits(tokens.to(self._device))
-        ours = self._paged_logits(tokens.tolist())
+        reference = (reference_logits(self.model) if reference is None else reference)[:count]
+        ours = self._paged_logits(_check_tokens(self.model)[:count].tolist())
         error = float((ours - reference).norm() / reference.norm().clamp_min(1e-12))
-        allowed = _TOLERANCE.get(self.model.dtype, max(_TOLERANCE.values()))
+        allowed = _TOLERANCE.get(weights or self.model.dtype, _TOLERANCE[torch.bfloat16])
         log.debug("engine self-check: relative error %.2g, %.2g allowed", error, allowed)
         if not error <= allowed:
             raise UnsupportedModel(
                 f"{type(self.model).__name__} computes other logits through paged attention than by itself "
                 f"(relative error {error:.2g}, {allowed:.2g} allowed)"
             )
-
-    def _eager_logits(self, tokens: Tensor) -> Tensor:
-        self.model.set_attn_implementation("eager")
-        try:
-            with torch.inference_mode():
-                logits: Tensor = self.model(input_ids=tokens[None], use_cache=False).logits
-        finally:
-            self.model.set_attn_implementation(ATTENTION)
-        return logits[0].float()
 
     def _paged_logits(self, tokens: Sequence[int]) -> Tensor:
         """The same logits through the cache: in three parts, so that all of mask, commit and compaction take part."""
@@ -320,10 +424,15 @@ class TorchEngine:
                 position_ids=inputs[1:2],
                 use_cache=False,
                 logits_to_keep=torch.tensor(rows, dtype=torch.int64, device=self._device),
-                paceline=_Pass(self._cache, inputs[2], TreeBatch(ordered, self.block_size, self._device)),
+                paceline=self._pass(ordered, inputs[2]),
             ).logits
-        # A copy made out here is an ordinary tensor, which the caller may change in place.
-        return logits[0].to(torch.float32, copy=True)
+        # The caller may change them in place, which it could not with a tensor that was made in inference mode.
+        return logits[0].to(torch.float32, copy=logits.is_inference())
+
+    def _pass(self, sequences: Sequence[TreeSequence], slots: Tensor) -> _Pass:
+        batch = TreeBatch(sequences, self.block_size, self._device)
+        described = array("q") if self._native is None else describe(sequences)
+        return _Pass(self._cache, slots, batch, self._native, described)
 
     def _move(self, state: _Sequence, slots: Sequence[int]) -> None:
         """Bring the rows of pending slots to the front, in this order."""
@@ -343,8 +452,52 @@ class TorchEngine:
         self.pool.free(state.blocks[needed:])
         del state.blocks[needed:]
 
+    def _publish(self, state: _Sequence) -> None:
+        """Let the blocks that have become whole, all of committed tokens, be found from now on."""
+        first = len(state.keys)
+        if state.salt is None or state.length < (first + 1) * self.block_size:
+            return
+        above = state.keys[-1] if state.keys else None
+        committed = state.tokens[first * self.block_size : state.length]
+        state.keys += block_keys(committed, self.block_size, state.salt, above)
+        for block, key in zip(state.blocks[first:], state.keys[first:], strict=False):
+            self.pool.publish(block, key)
+
+    def _unshare(self, state: _Sequence, length: int) -> None:
+        """Before a cut: the rest of a block that was whole and is cut will be written again, unseen by others."""
+        whole, rest = divmod(length, self.block_size)
+        if rest and whole < len(state.keys):
+            block = state.blocks[whole]
+            if self.pool.holders(block) > 1:
+                (copy,) = self.pool.alloc(1)
+                source, target = (range(b * self.block_size, b * self.block_size + rest) for b in (block, copy))
+                self._cache.compact(source, target)
+                state.blocks[whole] = copy
+                self.pool.free([block])
+            else:
+                self.pool.retract(block)
+        del state.keys[whole:]
+
     def _blocks_for(self, positions: int) -> int:
         return -(-positions // self.block_size)
+
+
+def reference_logits(model: Any) -> Tensor:
+    """The logits of the self-check's tokens by the model's own eager attention, float32; leaves ours in place."""
+    model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            logits: Tensor = model(input_ids=_check_tokens(model)[None].to(model.device), use_cache=False).logits
+    finally:
+        model.set_attn_implementation(ATTENTION)
+    return logits[0].float()
+
+
+def _check_tokens(model: Any) -> Tensor:
+    config = model.config.get_text_config(decoder=True)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (_CHECK_TOKENS,), generator=generator)
+    return tokens[: config.max_position_embeddings]
 
 
 def load_engine(
@@ -353,19 +506,29 @@ def load_engine(
     dtype: torch.dtype,
     kv_tokens: int,
     block_size: int = 16,
+    head: Sequence[int] | None = None,
+    int8: bool = False,
 ) -> TorchEngine:
     """Load a Hugging Face checkpoint directory and check that the engine computes what the model does.
 
     Only safetensors are read, from this directory alone, and code that a checkpoint carries is never run.
-    Raises UnsupportedModel, and what transformers raises for a directory that holds no such checkpoint.
+    head: the token ids that logits are wanted of, None for all; see vocabulary.trim_head.
+    int8: hold its linear layers in int8 where the native library computes them: twice as fast as bfloat16, and near the
+    model, not equal to it.
+    Raises UnsupportedModel, ValueError for a wrong head, and what transformers raises for a directory that holds no
+    such checkpoint.
     """
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     refuse_unsupported(AutoConfig.from_pretrained(directory, **options))
     model = AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, attn_implementation=ATTENTION, use_safetensors=True, **options
     )
-    engine = TorchEngine(model.to(device).requires_grad_(False), kv_tokens, block_size)
-    engine.check_against_reference()
+    if head is not None:
+        trim_head(model, head)
+    model = model.to(device).requires_grad_(False).eval()
+    reference = reference_logits(model)
+    engine = TorchEngine(model, kv_tokens, block_size, speed_up(model, int8))
+    engine.check_against_reference(reference, torch.int8 if int8 else dtype)
     return engine
 
 
