@@ -1,4 +1,4 @@
-"""Drafters: what guesses the tokens.  Each sits behind the same four calls, and none knows of links or schedules.
+"""Drafters: what guesses the tokens.  Each sits behind the same four calls, and none knows of links or loops.
 
 A guess can be anything: the verifier's rule decides what it is worth.
 """
@@ -11,16 +11,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from paceline.actors.engine import Engine, Feed
-from paceline.actors.rule import perturbed
+from paceline.actors.ranking import Candidate, Ranker, Rows
+from paceline.actors.schedules import MAX_CHILDREN, MAX_NODES
 from paceline.actors.tree import ROOT, DraftTree
 from paceline.actors.values import Sampling
-from torch import Tensor
+from paceline.actors.vocabulary import check_head
 
-CANDIDATES = 8
+CANDIDATES = MAX_CHILDREN
 """How many children a model drafter remembers of each node it has evaluated: the widest that a node may be expanded."""
 
-RUN_AHEAD = 128
-"""Cached positions set aside per session for guesses, on top of what the request itself can reach."""
+RUN_AHEAD = MAX_NODES
+"""How many nodes of one session may be evaluated at once: a whole tree."""
 
 
 class DrafterFull(RuntimeError):
@@ -134,11 +135,6 @@ class NgramDrafter:
         return ()
 
 
-class _Candidate(NamedTuple):
-    token: int
-    logq: float
-
-
 @dataclass(slots=True)
 class _Branch:
     """One session of a model drafter.
@@ -150,9 +146,8 @@ class _Branch:
     sequence: int
     sampling: Sampling
     tokens: list[int]
-    reserved: int
     slots: dict[int, int] = field(default_factory=dict)
-    candidates: dict[int, tuple[_Candidate, ...]] = field(default_factory=dict)
+    candidates: dict[int, tuple[Candidate, ...]] = field(default_factory=dict)
 
 
 class ModelDrafter:
@@ -161,22 +156,31 @@ class ModelDrafter:
     Evaluated nodes stay in its cache across re-roots and are never computed twice.  It ranks its guesses with the
     noise that the target's token will be drawn with, so that both fall on the same token more often.
 
-    prefill_chunk: committed tokens fed per session and step, so that a long prompt does not hold up other sessions.
+    prefill_chunk: committed tokens fed per step, so that a long prompt does not hold up what others draft.
+    head: the token ids that the engine's logits are of, if its head was trimmed to them (see vocabulary.trim_head);
+    no other token is guessed.  Raises ValueError if these cannot be ids of its vocabulary.
     """
 
-    def __init__(self, engine: Engine, prefill_chunk: int = 256) -> None:
+    def __init__(self, engine: Engine, prefill_chunk: int = 256, head: Sequence[int] | None = None) -> None:
+        if head is not None:
+            check_head(head, engine.vocab_size)
         self.version = 0
         self._engine, self._chunk = engine, prefill_chunk
+        self._ranker = Ranker(CANDIDATES, head)
         self._branches: dict[int, _Branch] = {}
 
     def open(self, tokens: Sequence[int], sampling: Sampling, max_tokens: int) -> int:
         """See Drafter.open."""
-        need = min(len(tokens) + max_tokens, self._engine.context_length) + RUN_AHEAD
-        if not self._engine.fits([need, *(branch.reserved for branch in self._branches.values())]):
-            raise DrafterFull(f"no room for {need} more cached positions beside {len(self._branches)} sessions")
+        needs = [self._need(tokens), *(self._need(branch.tokens) for branch in self._branches.values())]
+        if not self._engine.fits(needs):
+            raise DrafterFull(f"no room for {needs[0]} more cached positions beside {len(self._branches)} sessions")
         sequence = self._engine.open()
-        self._branches[sequence] = _Branch(sequence, sampling, list(tokens), need)
+        self._branches[sequence] = _Branch(sequence, sampling, list(tokens))
         return sequence
+
+    def _need(self, tokens: Sequence[int]) -> int:
+        """Cached positions of a session as it is now, with a whole tree."""
+        return min(len(tokens), self._engine.context_length) + RUN_AHEAD
 
     def close(self, session: int) -> None:
         """See Drafter.close."""
@@ -206,95 +210,132 @@ class ModelDrafter:
         branch.slots = kept
 
     def propose(self, asks: Sequence[Ask]) -> list[tuple[Guess, ...] | None]:
-        """See Drafter.propose.  One batched forward over all asks whose answer is not known yet."""
-        self._evaluate(asks)
-        return [self._answer(ask) for ask in asks]
+        """See Drafter.propose.  One batched forward over all asks whose answer is not known yet.
+
+        What cannot be evaluated, since it lies beyond the model's context or there is no room in the cache, is answered
+        with (): its session goes on with what is cached, and is asked again below its next committed token.
+        """
+        plans: dict[int, _Plan] = {}
+        refused: set[int] = set()
+        room = _Room(self._engine)
+        for number, ask in enumerate(asks):
+            branch = self._branches[ask.session]
+            if ask.parent not in branch.candidates:
+                plan = plans.get(ask.session) or _Plan(branch, self._engine, room)
+                if plan.want(ask):
+                    plans[ask.session] = plan
+                else:
+                    refused.add(number)
+        self._share_out(plans.values())
+        self._evaluate([plan for plan in plans.values() if plan.tokens])
+        starved = {session for session, plan in plans.items() if plan.starved}
+        refused |= {number for number, ask in enumerate(asks) if ask.session in starved}
+        return [() if number in refused else self._answer(ask) for number, ask in enumerate(asks)]
+
+    def _share_out(self, plans: Iterable[_Plan]) -> None:
+        """What a step may prefill goes to those first who lack the least: who only drafts waits for nobody's prompt."""
+        left = self._chunk
+        for plan in sorted(plans, key=lambda plan: len(plan.uncached)):
+            left -= plan.prefill(left)
+
+    def _evaluate(self, plans: Sequence[_Plan]) -> None:
+        if not plans:
+            return
+        logits = self._engine.step([plan.feed() for plan in plans])
+        parts = zip(logits, plans, strict=True)
+        ranked = self._ranker.rank([Rows(rows, plan.branch.sampling, plan.positions) for rows, plan in parts])
+        for plan, found in zip(plans, ranked, strict=True):
+            plan.take(found)
 
     def _answer(self, ask: Ask) -> tuple[Guess, ...] | None:
-        branch = self._branches[ask.session]
-        found = branch.candidates.get(ask.parent)
-        if found is None:
-            return () if self._beyond(branch, ask) else None
-        return tuple(Guess(token, logq) for token, logq in found[: ask.width])
+        found = self._branches[ask.session].candidates.get(ask.parent)
+        return None if found is None else tuple(Guess(token, logq) for token, logq in found[: ask.width])
 
-    def _beyond(self, branch: _Branch, ask: Ask) -> bool:
-        """Whether evaluating the asked node would need a position that the drafter does not have."""
-        depth = ask.tree.nodes[ask.parent].depth if ask.parent != ROOT else 0
-        return len(branch.tokens) + depth > self._engine.context_length
 
-    def _evaluate(self, asks: Sequence[Ask]) -> None:
-        """Feed what the asked nodes need, each session once."""
-        plans: dict[int, _Plan] = {}
-        for ask in asks:
-            branch = self._branches[ask.session]
-            if ask.parent not in branch.candidates and not self._beyond(branch, ask):
-                plans.setdefault(ask.session, _Plan(branch)).want(ask)
-        feeds = [plan.feed(self._engine, self._chunk) for plan in plans.values()]
-        for plan, logits in zip(plans.values(), self._engine.step(feeds) if feeds else (), strict=True):
-            plan.take(self._engine, logits)
+class _Room:
+    """The free blocks of a step, as far as no plan has claimed them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._free, self._size = engine.free_blocks, engine.block_size
+
+    def left(self, spare: int) -> int:
+        """How many more slots a sequence could have that has so many to spare in its blocks."""
+        return spare + self._free * self._size
+
+    def claim(self, spare: int, count: int) -> int:
+        """Take what so many more slots need beyond the spare ones; returns what is to spare afterwards."""
+        blocks = max(0, -(-(count - spare) // self._size))
+        self._free -= blocks
+        return spare + blocks * self._size - count
 
 
 class _Plan:
-    """What one session feeds in one step: a chunk of its uncached committed tokens, or the nodes asked for."""
+    """What one session feeds in one step: a chunk of its uncached committed tokens, or else the nodes asked for.
 
-    def __init__(self, branch: _Branch) -> None:
-        self._branch = branch
-        self._tail: list[int] = []
-        self._nodes: dict[int, tuple[int, int]] = {}  # id -> (slot, depth)
-        self._tokens: list[int] = []
-        self._parents: list[int] = []
-        self._rows: list[int] = []
-        self._asks: list[Ask] = []
-
-    def want(self, ask: Ask) -> None:
-        """Also answer this."""
-        self._asks.append(ask)
-
-    def feed(self, engine: Engine, chunk: int) -> Feed:
-        """The engine's part of the plan."""
-        sequence = self._branch.sequence
-        uncached = self._branch.tokens[engine.length(sequence) :]
-        if uncached:
-            self._tail = uncached[:chunk]
-            count = len(self._tail)
-            rows = (count - 1,) if count == len(uncached) else ()
-            return Feed(sequence, tuple(self._tail), tuple(range(-1, count - 1)), rows)
-        self._first_slot = engine.pending(sequence)
-        for ask in self._asks:
-            self._add_path(ask)
-        return Feed(sequence, tuple(self._tokens), tuple(self._parents), tuple(range(len(self._tokens))))
-
-    def _add_path(self, ask: Ask) -> None:
-        """Plan the nodes from the root down to the asked one, as far as they are neither cached nor planned."""
-        above = -1
-        for depth, id in enumerate(ask.tree.path(ask.parent), start=1):
-            known = self._branch.slots.get(id)
-            if known is None and id not in self._nodes:
-                self._nodes[id] = (self._first_slot + len(self._tokens), depth)
-                self._tokens.append(ask.tree.nodes[id].token)
-                self._parents.append(above)
-            above = known if known is not None else self._nodes[id][0]
-
-    def take(self, engine: Engine, logits: Tensor) -> None:
-        """Note what the step has brought."""
-        branch = self._branch
-        if self._tail:
-            engine.commit(branch.sequence, range(len(self._tail)))
-            if len(logits):
-                branch.candidates[ROOT] = _rank(logits[0], branch.sampling, len(branch.tokens))
-            return
-        for (id, (slot, depth)), row in zip(self._nodes.items(), logits, strict=True):
-            branch.slots[id] = slot
-            branch.candidates[id] = _rank(row, branch.sampling, len(branch.tokens) + depth)
-
-
-def _rank(logits: Tensor, sampling: Sampling, position: int) -> tuple[_Candidate, ...]:
-    """The likeliest tokens at `position`, the best first.
-
-    Their log q is that of the scores which the noise has been added to: it says how sure the guess is that the target
-    will fall on the same token, which the drafter's own probability does not when the noise is known.
+    uncached: the committed tokens that the engine lacks.  tokens: what is fed.  positions: what the rows that come back
+    decide, each the index of a token in the whole sequence.  starved: there is no room to feed anything.
     """
-    scores = perturbed(logits, sampling, position).log_softmax(-1)
-    best = scores.topk(min(CANDIDATES, scores.numel()))
-    pairs: Iterable[tuple[int, float]] = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return tuple(_Candidate(token, min(logq, 0.0)) for token, logq in pairs if logq > -float("inf"))
+
+    def __init__(self, branch: _Branch, engine: Engine, room: _Room) -> None:
+        self.branch = branch
+        self.uncached = branch.tokens[engine.length(branch.sequence) :]
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        self.starved = False
+        self._engine, self._room = engine, room
+        self._spare = engine.spare(branch.sequence)
+        self._first_slot = engine.pending(branch.sequence)
+        self._nodes: dict[int, int] = {}  # id -> slot
+        self._parents: list[int] = []
+
+    def want(self, ask: Ask) -> bool:
+        """Also evaluate the asked node.  False if that cannot be done before the next re-root."""
+        path = ask.tree.path(ask.parent)
+        if len(self.branch.tokens) + len(path) > self._engine.context_length:
+            return False
+        if self.uncached:
+            return True
+        missing = [id for id in path if id not in self.branch.slots and id not in self._nodes]
+        live = self._first_slot + len(self._nodes) + len(missing)
+        if live > RUN_AHEAD or len(missing) > self._room.left(self._spare):
+            return False
+        self._spare = self._room.claim(self._spare, len(missing))
+        self._add(ask.tree, path)
+        return True
+
+    def _add(self, tree: DraftTree, path: Sequence[int]) -> None:
+        """Plan the nodes of a path from the root, as far as they are neither cached nor planned."""
+        above = -1
+        for depth, id in enumerate(path, start=1):
+            known = self.branch.slots.get(id, self._nodes.get(id))
+            if known is None:
+                known = self._nodes[id] = self._first_slot + len(self.tokens)
+                self.tokens.append(tree.nodes[id].token)
+                self._parents.append(above)
+                self.positions.append(len(self.branch.tokens) + depth)
+            above = known
+
+    def prefill(self, limit: int) -> int:
+        """Feed uncached tokens, at most `limit` of them, as far as there is room, and return how many."""
+        room = self._room.left(self._spare)
+        self.starved = bool(self.uncached) and not room
+        tail = self.uncached[: min(limit, room)]
+        self._room.claim(self._spare, len(tail))
+        self.tokens += tail
+        self._parents += range(-1, len(tail) - 1)
+        if tail and len(tail) == len(self.uncached):
+            self.positions.append(len(self.branch.tokens))
+        return len(tail)
+
+    def feed(self) -> Feed:
+        """The engine's part of the plan."""
+        count = len(self.tokens)
+        rows = range(count - len(self.positions), count)
+        return Feed(self.branch.sequence, tuple(self.tokens), tuple(self._parents), tuple(rows))
+
+    def take(self, ranked: Sequence[tuple[Candidate, ...]]) -> None:
+        """Note what the step has brought.  ranked: what follows each of the rows."""
+        if self.uncached:
+            self._engine.commit(self.branch.sequence, range(len(self.tokens)))
+        self.branch.slots |= self._nodes
+        self.branch.candidates |= zip(self._nodes or (ROOT,), ranked, strict=not self.uncached)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from paceline.actors.link import LinkDown, LinkUp, Received
 
 T = TypeVar("T")
 
@@ -33,14 +35,39 @@ class Inbox(Generic[T]):
         """
         try:
             event = self._events.get(timeout=timeout) if timeout != 0 else self._events.get_nowait()
-            for _ in range(self._events.qsize()):
-                if isinstance(event, Shutdown):
-                    return False
-                handle(event)
-                event = self._events.get_nowait()
         except queue.Empty:
             return True
-        if isinstance(event, Shutdown):
-            return False
-        handle(event)
-        return True
+        # One consumer, so what is counted here is there to be taken.
+        rest = self._events.qsize()
+        while not isinstance(event, Shutdown):
+            handle(event)
+            if rest == 0:
+                return True
+            rest -= 1
+            event = self._events.get_nowait()
+        return False
+
+
+class Peers:
+    """Which links are up, each in which generation; what an older generation brings is void."""
+
+    def __init__(self) -> None:
+        self._up: dict[str, int] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(tuple(self._up.copy()))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._up
+
+    def up(self, event: LinkUp) -> None:
+        """A link is up."""
+        self._up[event.name] = event.generation
+
+    def down(self, event: LinkDown) -> None:
+        """A link is down."""
+        self._up.pop(event.name, None)
+
+    def sent(self, event: Received) -> bool:
+        """Whether this comes from the peer that is there now."""
+        return self._up.get(event.name) == event.generation

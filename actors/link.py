@@ -19,10 +19,11 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
+from paceline.actors.delay import Delayed
 from paceline.actors.device import Device
 from paceline.actors.wires import GlooWire, Interface, NcclWire, Wire, interface_towards
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not mark what it exports
@@ -60,11 +61,15 @@ class LinkDown:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One message, whole and in order, between the LinkUp and the LinkDown of its generation."""
+    """One message, whole and in order, between the LinkUp and the LinkDown of its generation.
+
+    at: when it was delivered, in seconds of time.monotonic(); None from a link that has no clock.
+    """
 
     name: str
     generation: int
     data: bytes
+    at: float | None = None
 
 
 LinkEvent = LinkUp | LinkDown | Received
@@ -94,6 +99,7 @@ class LinkSettings:
     max_message: bytes.
     queue_messages, queue_bytes: how much may be on its way, not yet known to have arrived.
     interface: the network interface to bind to; "" is the one that leads to the store's host.
+    delay: seconds by which this side holds up all that it receives, for measurements; beats are not held up.
     """
 
     frames: Literal["host", "device"] = "host"
@@ -105,6 +111,7 @@ class LinkSettings:
     queue_messages: int = 256
     queue_bytes: int = 64 * 2**20
     interface: str = ""
+    delay: float = 0.0
 
     def __post_init__(self) -> None:
         if self.frame_bytes <= _HEADER.size:
@@ -113,6 +120,15 @@ class LinkSettings:
             raise ValueError(f"heartbeat ({self.heartbeat} s) must be above 0 and below deadline ({self.deadline} s)")
         if self.queue_bytes < self.max_message:
             raise ValueError(f"queue_bytes ({self.queue_bytes}) must hold one max_message ({self.max_message})")
+        if self.delay < 0:
+            raise ValueError(f"delay must not be negative, got {self.delay} s")
+
+
+class StoreAddress(NamedTuple):
+    """Where a store listens."""
+
+    host: str
+    port: int
 
 
 def host_store(host: str, port: int = 0) -> tuple[TCPStore, int]:
@@ -312,24 +328,35 @@ class TorchLink:
 
     It starts at once, and is made again whenever it was lost, until close().  While the store cannot be reached, the
     drafter's end tries again at growing intervals.
+    name: what this side's events call it.  store: the store, or where it listens; only the verifier's process must hold
+    it.  meeting: the name under which both ends meet in the store, if it is another one.
     Raises ValueError for a name that cannot be part of a key, and for frames that the device cannot have.
     """
 
     def __init__(
-        self, name: str, side: Side, store: TCPStore, device: Device, deliver: Deliver, settings: LinkSettings
+        self,
+        name: str,
+        side: Side,
+        store: TCPStore | StoreAddress,
+        device: Device,
+        deliver: Deliver,
+        settings: LinkSettings,
+        meeting: str = "",
     ) -> None:
-        if not name or "/" in name:
-            raise ValueError(f'name must not be empty and must have no "/", got "{name}"')
+        meeting = meeting or name
+        if not meeting or "/" in meeting:
+            raise ValueError(f'name must not be empty and must have no "/", got "{meeting}"')
         if settings.frames == "device" and device.kind != "cuda":
             raise ValueError('frames is "device", but the device is a CPU; use "host"')
         self.name = name
         self._side, self._store, self._device = side, store, device
         self._deliver, self._settings = deliver, settings
         self._closing = threading.Event()
-        self._meeting = _Meeting(name, self._closing)
+        self._meeting = _Meeting(meeting, self._closing)
         self._lock = threading.Lock()
         self._life: _Life | None = None
         self._retry = _FIRST_RETRY
+        self._delayed = Delayed(self._hand_over, settings.delay, f"link-{name}-delay") if settings.delay else None
         self._threads = [
             threading.Thread(target=self._run, name=f"link-{name}", daemon=True),
             threading.Thread(target=self._keep_time, name=f"link-{name}-beat", daemon=True),
@@ -364,6 +391,8 @@ class TorchLink:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, end - time.monotonic()))
+        if self._delayed is not None:
+            self._delayed.close(timeout=_CLOSE_MARGIN)
         atexit.unregister(self.close)
 
     def _post(self, life: _Life, kind: int, data: bytes = b"") -> bool:
@@ -451,6 +480,11 @@ class TorchLink:
             self._tell(Received(self.name, life.generation, data))
 
     def _tell(self, event: LinkEvent) -> None:
+        (self._delayed or self._hand_over)(event)
+
+    def _hand_over(self, event: LinkEvent) -> None:
+        if isinstance(event, Received):
+            event = replace(event, at=time.monotonic())
         try:
             self._deliver(event)
         except Exception:

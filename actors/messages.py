@@ -12,14 +12,16 @@ import struct
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from paceline.actors.schedules import Plan
 from paceline.actors.tree import ROOT, NewNode
-from paceline.actors.values import Sampling, Speculation
+from paceline.actors.values import Sampling
 
-VERSION = 1
+VERSION = 2
 _MAGIC = b"PL"
 _HEADER = struct.Struct("<2sBBIII")
-_OPEN = struct.Struct("<QdddIH16sI")
-_GROWTH = struct.Struct("<IBxH")
+_OPEN = struct.Struct("<QdddII")
+_PLAN = struct.Struct("<16sHHHHHf")
+_GROWTH = struct.Struct("<IBxHff")
 _VERDICT = struct.Struct("<BxH")
 _NODE = struct.Struct("<IIIf")
 
@@ -51,7 +53,7 @@ class Open:
     epoch: int
     tokens: tuple[int, ...]
     sampling: Sampling
-    speculation: Speculation
+    plan: Plan
     max_tokens: int
 
     @property
@@ -64,6 +66,8 @@ class GrowthMessage:
     """Drafter to verifier: new nodes below the prefix of base_len tokens.
 
     done: no more will come for this base.  lost: the drafter missed a verdict and asks to be opened anew.
+    step: how long a draft step takes, in the mean, in seconds; 0 if there was none yet.
+    age: seconds since the verdict (or Open) that made base_len had reached the drafter.
     """
 
     session: int
@@ -73,11 +77,13 @@ class GrowthMessage:
     nodes: tuple[NewNode, ...] = ()
     done: bool = False
     lost: bool = False
+    step: float = 0.0
+    age: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Verifier to drafter: `tokens` were committed after the prefix of base_len tokens.
+    """Verifier to drafter: `tokens` were committed after the prefix of base_len tokens; go on by `plan`.
 
     resync: growth arrived here whose parent is unknown; push the whole tree again.
     """
@@ -86,6 +92,7 @@ class Verdict:
     epoch: int
     base_len: int
     tokens: tuple[int, ...]
+    plan: Plan
     resync: bool = False
 
 
@@ -108,8 +115,8 @@ def encode(message: Message) -> bytes:
         case GrowthMessage():
             return _encode_growth(message)
         case Verdict(tokens=tokens):
-            body = _VERDICT.pack(_RESYNC * message.resync, len(tokens)) + _pack_tokens(tokens)
-            return _header(_Kind.VERDICT, message, message.base_len) + body
+            fixed = _VERDICT.pack(_RESYNC * message.resync, len(tokens)) + _pack_plan(message.plan)
+            return _header(_Kind.VERDICT, message, message.base_len) + fixed + _pack_tokens(tokens)
         case Close():
             return _header(_Kind.CLOSE, message, 0)
 
@@ -122,25 +129,30 @@ def _pack_tokens(tokens: tuple[int, ...]) -> bytes:
     return struct.pack(f"<{len(tokens)}I", *tokens)
 
 
+def _pack_plan(plan: Plan) -> bytes:
+    name = plan.schedule.encode("ascii")
+    return _PLAN.pack(name, plan.k, plan.fanout, plan.width, plan.budget, plan.fresh, plan.acceptance)
+
+
 def _encode_open(message: Open) -> bytes:
-    sampling, speculation = message.sampling, message.speculation
+    sampling = message.sampling
     fixed = _OPEN.pack(
         sampling.seed,
         sampling.temperature,
         sampling.top_p,
         sampling.min_p,
         sampling.top_k,
-        speculation.k,
-        speculation.schedule.encode("ascii"),
         message.max_tokens,
     )
-    return _header(_Kind.OPEN, message, message.base_len) + fixed + _pack_tokens(message.tokens)
+    return (
+        _header(_Kind.OPEN, message, message.base_len) + fixed + _pack_plan(message.plan) + _pack_tokens(message.tokens)
+    )
 
 
 def _encode_growth(message: GrowthMessage) -> bytes:
     flags = _DONE * message.done | _LOST * message.lost
     nodes = b"".join(_NODE.pack(*node) for node in message.nodes)
-    body = _GROWTH.pack(message.version, flags, len(message.nodes)) + nodes
+    body = _GROWTH.pack(message.version, flags, len(message.nodes), message.step, message.age) + nodes
     return _header(_Kind.GROWTH, message, message.base_len) + body
 
 
@@ -180,29 +192,39 @@ class _Body:
         if len(self.data) != size:
             self.fail(f"{len(self.data)} bytes where {size} belong")
 
-    def _fixed(self, layout: struct.Struct) -> tuple[Any, ...]:
-        if len(self.data) < _HEADER.size + layout.size:
+    def _fixed(self, layout: struct.Struct, start: int = _HEADER.size) -> tuple[Any, ...]:
+        if len(self.data) < start + layout.size:
             self.fail(f"{len(self.data)} bytes are too few")
-        return layout.unpack_from(self.data, _HEADER.size)
+        return layout.unpack_from(self.data, start)
+
+    def _plan(self, start: int) -> Plan:
+        name, k, fanout, width, budget, fresh, acceptance = self._fixed(_PLAN, start)
+        try:
+            plan = Plan(name.rstrip(b"\0").decode("ascii"), k, fanout, width, budget, acceptance, fresh)
+        except UnicodeDecodeError:
+            self.fail("the schedule's name is not ASCII")
+        if not plan.within_limits():
+            self.fail(f"nobody can follow {plan}")
+        return plan
 
     def _tokens(self, start: int, count: int) -> tuple[int, ...]:
         self._expect(start + 4 * count)
         return struct.unpack_from(f"<{count}I", self.data, start)
 
     def _open(self) -> Open:
-        seed, temperature, top_p, min_p, top_k, k, name, max_tokens = self._fixed(_OPEN)
+        seed, temperature, top_p, min_p, top_k, max_tokens = self._fixed(_OPEN)
         if not all(map(math.isfinite, (temperature, top_p, min_p))) or temperature < 0:
             self.fail("a sampling field is out of its range")
-        try:
-            schedule = name.rstrip(b"\0").decode("ascii")
-        except UnicodeDecodeError:
-            self.fail("the schedule's name is not ASCII")
-        tokens = self._tokens(_HEADER.size + _OPEN.size, self.base_len)
+        start = _HEADER.size + _OPEN.size
+        plan = self._plan(start)
+        tokens = self._tokens(start + _PLAN.size, self.base_len)
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
-        return Open(self.session, self.epoch, tokens, sampling, Speculation(schedule, k), max_tokens)
+        return Open(self.session, self.epoch, tokens, sampling, plan, max_tokens)
 
     def _growth(self) -> GrowthMessage:
-        version, flags, count = self._fixed(_GROWTH)
+        version, flags, count, step, age = self._fixed(_GROWTH)
+        if not (0 <= step < math.inf and 0 <= age < math.inf):
+            self.fail(f"a step takes {step} seconds, a verdict is {age} seconds old")
         start = _HEADER.size + _GROWTH.size
         self._expect(start + _NODE.size * count)
         nodes = tuple(NewNode(*fields) for fields in _NODE.iter_unpack(memoryview(self.data)[start:]))
@@ -210,9 +232,11 @@ class _Body:
             if node.id == ROOT or not -math.inf < node.logq <= 0:
                 self.fail(f"node {node.id} has log q {node.logq}")
         done, lost = bool(flags & _DONE), bool(flags & _LOST)
-        return GrowthMessage(self.session, self.epoch, self.base_len, version, nodes, done, lost)
+        return GrowthMessage(self.session, self.epoch, self.base_len, version, nodes, done, lost, step, age)
 
     def _verdict(self) -> Verdict:
         flags, count = self._fixed(_VERDICT)
-        tokens = self._tokens(_HEADER.size + _VERDICT.size, count)
-        return Verdict(self.session, self.epoch, self.base_len, tokens, bool(flags & _RESYNC))
+        start = _HEADER.size + _VERDICT.size
+        plan = self._plan(start)
+        tokens = self._tokens(start + _PLAN.size, count)
+        return Verdict(self.session, self.epoch, self.base_len, tokens, plan, bool(flags & _RESYNC))

@@ -8,9 +8,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -20,34 +20,43 @@ from paceline.actors.drafter import DrafterLoop
 from paceline.actors.drafters import Drafter, ModelDrafter, NgramDrafter
 from paceline.actors.engine import Engine
 from paceline.actors.inbox import Shutdown
-from paceline.actors.link import LinkSettings, TorchLink, host_store, join_store
+from paceline.actors.link import LinkSettings, StoreAddress, TorchLink, host_store
+from paceline.actors.oracle import OracleDrafter, OracleSpec
 from paceline.actors.session import Limits
 from paceline.actors.text import TextCodec
+from paceline.actors.trace import Span, Tracer
 from paceline.actors.values import Delta, Request
 from paceline.actors.verifier import Cancel, Submit, Verifier, VerifierSettings
 
 log = logging.getLogger(__name__)
 
 _STOP_TIMEOUT = 5.0
-_STORE_TIMEOUT = 10.0
 _RETRY_PAUSE = 5.0
+_LOOK_EVERY = 0.5
 _CANCELS_REMEMBERED = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A checkpoint directory and how to load it.  kv_tokens: cached positions over all sessions."""
+    """A checkpoint directory and how to load it.
+
+    kv_tokens: cached positions over all sessions.  head: the token ids that logits are wanted of, None for all.
+    int8: hold the weights of linear layers in int8; CPU only.
+    """
 
     directory: str
     dtype: str
     kv_tokens: int
+    head: tuple[int, ...] | None = None
+    int8: bool = False
 
     def load(self, device: Device) -> Engine:
         """The engine of it, on this process's device."""
         # Imported here, since it takes seconds, and neither the driver nor a drafter without a model needs it.
         from paceline.actors.torch_engine import load_engine
 
-        return load_engine(self.directory, device.torch, torch_dtype(self.dtype), self.kv_tokens)
+        dtype = torch_dtype(self.dtype)
+        return load_engine(self.directory, device.torch, dtype, self.kv_tokens, head=self.head, int8=self.int8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,25 +74,48 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class VerifierSpec:
-    """What a VerifierActor is made of.  links: the names of the drafters that may come."""
+class LinkSpec:
+    """A drafter that may come.  retrieval: it looks its guesses up, which costs nothing, and runs beside the others."""
 
+    name: str
+    settings: LinkSettings
+    retrieval: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierSpec:
+    """What a VerifierActor is made of.  name: what drafters call it, and its lane in timelines."""
+
+    name: str
     model: ModelSpec
     place: Place
-    links: tuple[str, ...]
-    link: LinkSettings
+    links: tuple[LinkSpec, ...]
     settings: VerifierSettings
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
-    """What a DrafterActor is made of.  model: None for prompt lookup.  store: the verifier's (host, port)."""
+    """What a DrafterActor is made of.
+
+    name: what its verifiers call it, and its lane in timelines.  source: what guesses; None is prompt lookup.
+    stores: of each verifier that it serves, the name and where its store listens.
+    """
 
     name: str
-    model: ModelSpec | None
+    source: ModelSpec | OracleSpec | None
     place: Place
     link: LinkSettings
-    store: tuple[str, int]
+    stores: tuple[tuple[str, StoreAddress], ...]
+
+    def load(self, device: Device) -> Drafter:
+        """What guesses, on this process's device."""
+        match self.source:
+            case None:
+                return NgramDrafter()
+            case OracleSpec():
+                return OracleDrafter(self.source)
+            case ModelSpec():
+                return ModelDrafter(self.source.load(device), head=self.source.head)
 
 
 class _Worker:
@@ -125,8 +157,10 @@ class VerifierActor:
 
     def __init__(self, spec: VerifierSpec) -> None:
         self._spec = spec
-        self._store, port = host_store(ray.util.get_node_ip_address())
-        self._address = (ray.util.get_node_ip_address(), port)
+        host = ray.util.get_node_ip_address()
+        self._store, port = host_store(host)
+        self._address = StoreAddress(host, port)
+        self._tracer = Tracer(spec.name)
         self._links: list[TorchLink] = []
         self._verifier: Verifier | None = None
         self._running: dict[str, Submit] = {}
@@ -139,16 +173,18 @@ class VerifierActor:
         engine = spec.model.load(device)
         codec = TextCodec.load(spec.model.directory)
         limits = Limits(codec.eos_ids, engine.context_length)
-        verifier = Verifier(engine, limits, lambda request: codec.stream(request.stop), spec.settings)
-        for name in spec.links:
-            link = TorchLink(name, "verifier", self._store, device, verifier.inbox.put, spec.link)
-            verifier.add_link(link)
+        verifier = Verifier(
+            engine, limits, lambda request: codec.stream(request.stop), spec.settings, tracer=self._tracer
+        )
+        for one in spec.links:
+            link = TorchLink(one.name, "verifier", self._store, device, verifier.inbox.put, one.settings)
+            verifier.add_link(link, one.retrieval)
             self._links.append(link)
         self._limits, self._vocab_size, self._verifier = limits, engine.vocab_size, verifier
         return verifier.run
 
-    async def store(self) -> tuple[str, int]:
-        """Where the drafters meet this verifier: (host, port)."""
+    async def store(self) -> StoreAddress:
+        """Where the drafters meet this verifier."""
         return self._address
 
     async def ready(self) -> tuple[int, int]:
@@ -191,8 +227,24 @@ class VerifierActor:
             "sessions": len(verifier.sessions),
             "waiting": len(verifier.waiting),
             "drafters": verifier.drafters(),
+            "costs": {drafter: asdict(costs) for drafter, costs in verifier.controller.costs().items()},
             "pid": os.getpid(),
         }
+
+    async def drafters(self, known: Collection[str] | None = None, patience: float = 30.0) -> tuple[str, ...]:
+        """The drafters that are there: at once if they are others than `known`, else when they are, or after a while.
+
+        patience: seconds.
+        """
+        verifier = await self._loop()
+        end = time.monotonic() + patience
+        while known is not None and set(verifier.drafters()) == set(known) and time.monotonic() < end:
+            await asyncio.sleep(_LOOK_EVERY)
+        return verifier.drafters()
+
+    async def trace(self) -> list[Span]:
+        """What it has done since the last time."""
+        return self._tracer.drain()
 
     async def stop(self) -> None:
         """End all requests, the loop and the links."""
@@ -216,43 +268,57 @@ def _hand_over(loop: asyncio.AbstractEventLoop, deltas: asyncio.Queue[Delta], de
 
 
 class DrafterActor:
-    """A drafter's process.  It keeps nothing that matters: a new one finds the store again and is opened anew."""
+    """A drafter's process.  It keeps nothing that matters: a new one finds the stores again and is opened anew."""
 
     def __init__(self, spec: DrafterSpec) -> None:
         self._spec = spec
-        self._link: TorchLink | None = None
-        self._drafter: DrafterLoop | None = None
+        self._links: list[TorchLink] = []
+        self._drafter: Drafter | None = None
+        self._loop: DrafterLoop | None = None
+        self._tracer = Tracer(spec.name)
         self._worker = _Worker("drafter", self._load)
 
     def _load(self) -> Callable[[], None]:
         spec = self._spec
         device = spec.place.claim()
-        drafter: Drafter = ModelDrafter(spec.model.load(device)) if spec.model else NgramDrafter()
-        loop = DrafterLoop(drafter)
-        store = join_store(*spec.store, timeout=_STORE_TIMEOUT)
-        self._link = TorchLink(spec.name, "drafter", store, device, loop.inbox.put, spec.link)
-        loop.add_link(self._link)
-        self._drafter = loop
+        self._drafter = spec.load(device)
+        loop = DrafterLoop(self._drafter, tracer=self._tracer)
+        for verifier, store in spec.stores:
+            link = TorchLink(verifier, "drafter", store, device, loop.inbox.put, spec.link, meeting=spec.name)
+            loop.add_link(link)
+            self._links.append(link)
+        self._loop = loop
         return loop.run
 
     async def ready(self) -> None:
         """Wait until the model is loaded.  Raises what loading raised."""
         await asyncio.wrap_future(self._worker.loaded)
 
+    async def teach(self, prompt: Sequence[int], continuation: Sequence[int], step_seconds: float) -> None:
+        """Tell an oracle how the target goes on; see OracleDrafter.teach.  TypeError if it is none."""
+        await self.ready()
+        if not isinstance(self._drafter, OracleDrafter):
+            raise TypeError(f"drafter {self._spec.name} is no oracle, so it cannot be taught")
+        self._drafter.teach(prompt, continuation, step_seconds)
+
     async def status(self) -> dict[str, Any]:
         """What the loop counts: counters, sessions, pid."""
         await self.ready()
-        assert self._drafter is not None
+        assert self._loop is not None
         return {
-            "counters": dict(self._drafter.counters),
-            "sessions": len(self._drafter.drafts),
+            "counters": dict(self._loop.counters),
+            "sessions": len(self._loop.drafts),
             "pid": os.getpid(),
         }
 
+    async def trace(self) -> list[Span]:
+        """What it has done since the last time."""
+        return self._tracer.drain()
+
     async def stop(self) -> None:
-        """End the loop and the link."""
-        if self._drafter is not None:
-            self._drafter.inbox.put(Shutdown())
+        """End the loop and the links."""
+        if self._loop is not None:
+            self._loop.inbox.put(Shutdown())
             await self._worker.join()
-        if self._link is not None:
-            await asyncio.to_thread(self._link.close)
+        for link in self._links:
+            await asyncio.to_thread(link.close)

@@ -9,13 +9,16 @@ of an empty tree, not another path through the code.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from paceline.actors.tree import Subtree
 from paceline.actors.values import Sampling
 from paceline.kernels.noise import gumbel
+from paceline.kernels.verify_tree import Walk, process, verify_tree
 from torch import Tensor
+
+__all__ = ["BadLogits", "Outcome", "draw", "perturbed", "process", "verify", "verify_all"]
 
 
 class BadLogits(ValueError):
@@ -34,32 +37,6 @@ class Outcome:
     path: tuple[int, ...]
 
 
-def process(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The scores that a token is drawn from, float32 [V], from the raw logits [V] at temperature > 0.
-
-    In this order: temperature, top-k, top-p, min-p.  A token that is cut scores -inf.
-    """
-    scores = logits.float() / sampling.temperature
-    if 0 < sampling.top_k < scores.numel():
-        threshold = scores.topk(sampling.top_k).values[-1]
-        scores = scores.masked_fill(scores < threshold, -torch.inf)
-    if sampling.top_p < 1:
-        scores = _cut_top_p(scores, sampling.top_p)
-    if sampling.min_p > 0:
-        probabilities = scores.softmax(-1)
-        scores = scores.masked_fill(probabilities < sampling.min_p * probabilities.max(), -torch.inf)
-    return scores
-
-
-def _cut_top_p(scores: Tensor, top_p: float) -> Tensor:
-    ordered, order = scores.sort(descending=True, stable=True)
-    probabilities = ordered.softmax(-1)
-    # A token stays while the mass before it is below top_p, so the most likely one always stays.
-    cut = (probabilities.cumsum(-1) - probabilities) >= top_p
-    cut[0] = False
-    return scores.masked_fill(torch.empty_like(cut).scatter(0, order, cut), -torch.inf)
-
-
 def perturbed(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
     """The scores whose argmax is the token at `position`, float32 [V]; what the drafter ranks its guesses by, too."""
     if sampling.temperature == 0:
@@ -70,28 +47,38 @@ def perturbed(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
 
 def draw(logits: Tensor, sampling: Sampling, position: int) -> int:
     """The target's own token at `position`, given its raw logits [V] there.  Raises BadLogits."""
-    best, token = perturbed(logits, sampling, position).max(dim=-1)
-    if not torch.isfinite(best):
-        raise BadLogits(f"the target's logits at position {position} have no finite maximum")
-    return int(token)
+    return verify(Subtree(), logits[None], sampling, position).tokens[0]
 
 
 def verify(tree: Subtree, logits: Tensor, sampling: Sampling, position: int) -> Outcome:
     """Walk down `tree` while a child equals the target's own draw.
 
     tree: N nodes below the last committed token.  logits: [1 + N, V], row 0 after the last committed token, row 1 + i
-    after node i.  position: the index in the whole sequence of the first token to be decided.
+    after node i.  position: the index in the whole sequence of the first token to be decided.  Raises BadLogits.
     """
-    if logits.shape[0] != 1 + len(tree.tokens):
-        raise ValueError(f"{len(tree.tokens)} nodes need {1 + len(tree.tokens)} rows of logits, got {logits.shape[0]}")
-    tokens: list[int] = []
-    path: list[int] = []
-    node = -1
-    while True:
-        token = draw(logits[1 + node], sampling, position + len(tokens))
-        tokens.append(token)
-        child = tree.child(node, token)
-        if child is None:
-            return Outcome(tuple(tokens), tuple(path))
-        path.append(child)
-        node = child
+    outcome = verify_all([tree], [logits], [sampling], [position])[0]
+    if isinstance(outcome, BadLogits):
+        raise outcome
+    return outcome
+
+
+def verify_all(
+    trees: Sequence[Subtree], logits: Sequence[Tensor], samplings: Sequence[Sampling], positions: Sequence[int]
+) -> list[Outcome | BadLogits]:
+    """`verify` for many sessions at once: on a GPU one launch and one answer for all of them.
+
+    BadLogits stands in the place of the session whose logits they are; it is no other one's concern.
+    """
+    for tree, rows in zip(trees, logits, strict=True):
+        nodes = len(tree.tokens)
+        if rows.shape[0] != 1 + nodes:
+            raise ValueError(f"{nodes} nodes need {1 + nodes} rows of logits, got {rows.shape[0]}")
+    walks = verify_tree(logits, trees, samplings, positions)
+    return [_outcome(walk, position) for walk, position in zip(walks, positions, strict=True)]
+
+
+def _outcome(walk: Walk, position: int) -> Outcome | BadLogits:
+    if walk.broken:
+        at = position + len(walk.tokens)
+        return BadLogits(f"the target's logits at position {at} have no finite maximum")
+    return Outcome(walk.tokens, walk.path)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.actors.messages import Open, Verdict
+from paceline.actors.messages import GrowthMessage, Open, Verdict
 from paceline.actors.rule import Outcome
-from paceline.actors.schedules import SCHEDULES
-from paceline.actors.tree import DraftTree, Subtree
+from paceline.actors.schedules import MAX_NODES, plan_of
+from paceline.actors.tree import ROOT, DraftTree, Growth, NewNode, Subtree
 from paceline.actors.values import Delta, ErrorCode, Finish, FinishReason, Request, Stats
 
 log = logging.getLogger(__name__)
+
+MAX_FEEDERS = 16
+"""Drafters that may grow one session."""
 
 
 class TextStream(Protocol):
@@ -33,28 +37,52 @@ class Limits:
     context_length: int
 
 
+@dataclass(slots=True)
+class Feeder:
+    """One drafter's part in a session.
+
+    number: which of the session's feeders it is; ids of nodes are told apart by it.  epoch: this life of the session's
+    slot, as that drafter knows it; never used again.  heard: something came from it in this epoch.  done_at: the
+    base_len below which it will grow no more.  resync: growth of it is missing here.
+    """
+
+    name: str
+    number: int
+    epoch: int
+    heard: bool = False
+    done_at: int = -1
+    resync: bool = False
+
+    def own(self, id: int) -> int:
+        """The id in the mirror of what this drafter calls `id`."""
+        return id * MAX_FEEDERS + self.number if id != ROOT else ROOT
+
+
 class Session:
     """The verifier's record of one request.
 
-    slot, epoch: its name towards the drafters; a slot is used again, an epoch never.  sequence: its id in the engine.
-    drafter: the link it is drafted over, None while there is none.  heard: something came from it in this epoch.
-    done_at: the base_len below which the drafter will grow no more.  ready_at: since when it could be verified.
+    slot: its name towards the drafters; a slot is used again, a feeder's epoch never.  sequence: its id in the engine.
+    plan: how it is speculated now.  ready_at: since when it could be verified, None where that has not been asked.
+    guessed: the last pass's outcome had been guessed to its last token.  hit: and there was a draft below it already.
+    verdict_at: when the last pass ended, 0 before the first one.  served: the number of that pass.
     """
 
     def __init__(self, request: Request, slot: int, limits: Limits, text: TextStream) -> None:
         self.request, self.slot = request, slot
         self.sequence = -1
-        self.schedule = SCHEDULES[request.speculation.schedule]
+        self.plan = plan_of(request.speculation)
         self.tokens = list(request.prompt)
         self.mirror = DraftTree(len(self.tokens))
-        self.epoch = 0
-        self.drafter: str | None = None
-        self.heard = self.resync = False
-        self.done_at = -1
+        self.feeders: dict[str, Feeder] = {}
+        self.hit = self.guessed = False
+        self.served = 0
         self.ready_at: float | None = None
+        self.verdict_at = 0.0
         self._limits, self._text = limits, text
         self._stops = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else limits.eos_ids)
-        self._drafted = self._accepted = self._passes = 0
+        self._drafted = self._accepted = self._passes = self._hits = 0
+        self._waited = 0.0
+        self._positions: list[list[int]] = []
 
     @property
     def completion(self) -> int:
@@ -67,45 +95,105 @@ class Session:
         length = min(len(self.request.prompt) + self.request.max_tokens, self._limits.context_length)
         return length - len(self.tokens)
 
-    def open_message(self, epoch: int, drafter: str) -> Open:
-        """Begin to be drafted by `drafter` under a new epoch; what the mirror held under the old one is void."""
-        self.detach()
-        self.epoch, self.drafter = epoch, drafter
-        speculation, sampling = self.request.speculation, self.request.sampling
-        return Open(self.slot, epoch, tuple(self.tokens), sampling, speculation, self.remaining)
+    @property
+    def drafting(self) -> bool:
+        """Whether a drafter has been heard from, so that waiting for it can pay."""
+        return any(feeder.heard for feeder in self.feeders.values())
 
-    def detach(self) -> None:
-        """Go on without a drafter."""
-        self.drafter = None
-        self.heard = self.resync = False
-        self.done_at = -1
-        self.mirror = DraftTree(len(self.tokens))
+    def growing(self) -> list[Feeder]:
+        """The drafters that may still grow something below this prefix."""
+        base_len = self.mirror.base_len
+        return [feeder for feeder in self.feeders.values() if feeder.heard and feeder.done_at < base_len]
+
+    def attach(self, name: str, epoch: int) -> Open:
+        """Begin to be drafted by `name` under a new epoch, and what to tell it; at most MAX_FEEDERS may be attached."""
+        taken = {feeder.number for feeder in self.feeders.values() if feeder.name != name}
+        number = next(number for number in range(MAX_FEEDERS) if number not in taken)
+        self.drop(name)
+        self.feeders[name] = Feeder(name, number, epoch)
+        return Open(self.slot, epoch, tuple(self.tokens), self.request.sampling, self.plan, self.remaining)
+
+    def drop(self, name: str) -> None:
+        """Go on without this drafter.  What it has grown is forgotten with it, for its ids may come again."""
+        feeder = self.feeders.pop(name, None)
+        if feeder is None:
+            return
+        kept = [node for node in self.mirror.nodes.values() if node.id % MAX_FEEDERS != feeder.number]
+        offered = (NewNode(node.id, node.parent, node.token, node.logq) for node in kept)
+        self.mirror = DraftTree(len(self.tokens)).grow(offered, len(self.tokens)).tree
+
+    def grow(self, feeder: Feeder, message: GrowthMessage, vocab_size: int) -> Growth:
+        """Take in what a drafter has grown; tokens outside the target's vocabulary are left out."""
+        nodes = (
+            NewNode(feeder.own(node.id), feeder.own(node.parent), node.token, node.logq)
+            for node in message.nodes
+            if node.token < vocab_size
+        )
+        growth = self.mirror.grow(nodes, message.base_len)
+        # Growth below an older prefix may hang under a branch that was dropped here; below this one, nothing was.
+        feeder.resync |= growth.orphaned > 0 and message.base_len == self.mirror.base_len
+        # A drafter may overshoot its own bound by a step.
+        self.mirror = growth.tree.cut(2 * MAX_NODES * len(self.feeders))
+        feeder.heard = True
+        if message.done:
+            feeder.done_at = message.base_len
+        return growth
+
+    def be_ready(self, now: float) -> None:
+        """It could be verified from now on; what was grown during its last pass has been taken in."""
+        self.ready_at = now
+        follows = self.verdict_at > 0
+        self.guessed = follows and self.mirror.base_len - 1 in self.mirror.trail.values()
+        self.hit = follows and len(self.mirror) > 0
+        self._hits += self.hit
+
+    def stand_still(self) -> None:
+        """The next pass will not follow the last one."""
+        self.ready_at, self.verdict_at = None, 0.0
 
     def within(self, tree: Subtree) -> Subtree:
         """`tree` without nodes so deep that their tokens could not be delivered any more."""
-        depths: list[int] = []
-        for parent in tree.parents:
-            depths.append(1 + (depths[parent] if parent >= 0 else 0))
-        if not depths or max(depths) < self.remaining:
+        depths = tree.depths
+        if max(depths, default=0) < self.remaining:
             return tree
         return self.mirror.subtree(id for id, depth in zip(tree.ids, depths, strict=True) if depth < self.remaining)
 
-    def commit(self, outcome: Outcome, drafted: int) -> tuple[Delta, Verdict | None]:
-        """Take in what one pass decided.  `drafted` nodes were verified.  The verdict is None after the end."""
-        base_len = len(self.tokens)
+    def best(self, tree: Subtree, count: int) -> Subtree:
+        """The `count` nodes of `tree` of highest score.  They always form a tree, since log q is never above 0."""
+        if len(tree.ids) <= count:
+            return tree
+        nodes = [self.mirror.nodes[id] for id in tree.ids]
+        nodes.sort(key=lambda node: (-node.score, node.depth))
+        return self.mirror.subtree(node.id for node in nodes[:count])
+
+    def commit(self, outcome: Outcome, tree: Subtree, waited: float) -> Delta:
+        """Take in what one pass over `tree` decided, after a draft had been waited for for `waited` seconds."""
         tokens, text, reason = self._cut(outcome.tokens)
         self.tokens += tokens
         self.mirror = self.mirror.reroot(tokens)
         self.ready_at = None
         self._passes += 1
+        self._waited += waited
         # Neither drafts nor acceptance count behind the end of the request.
-        self._accepted += min(len(outcome.path), len(tokens))
-        self._drafted += drafted if reason is None else min(drafted, len(tokens))
-        if reason is not None:
-            return Delta(tokens, text, self.finish(reason)), None
-        verdict = Verdict(self.slot, self.epoch, base_len, tokens, self.resync)
-        self.resync = False
-        return Delta(tokens, text), verdict
+        accepted, seen = min(len(outcome.path), len(tokens)), [d for d in tree.depths if not reason or d <= len(tokens)]
+        self._accepted += accepted
+        self._drafted += len(seen)
+        self._count_positions(max(seen, default=0), accepted)
+        return Delta(tokens, text, self.finish(reason) if reason is not None else None)
+
+    def _count_positions(self, drafted: int, accepted: int) -> None:
+        while len(self._positions) < drafted:
+            self._positions.append([0, 0])
+        for depth, counts in enumerate(self._positions[:drafted]):
+            counts[0] += 1
+            counts[1] += depth < accepted
+
+    def verdicts(self, tokens: tuple[int, ...]) -> Iterable[tuple[Feeder, Verdict]]:
+        """What to tell each drafter after `tokens`, the last ones, were committed."""
+        base_len = len(self.tokens) - len(tokens)
+        for feeder in self.feeders.values():
+            yield feeder, Verdict(self.slot, feeder.epoch, base_len, tokens, self.plan, feeder.resync)
+            feeder.resync = False
 
     def _cut(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], str, FinishReason | None]:
         """The tokens up to where the request ends, their text, and why it ends there, if it does."""
@@ -131,6 +219,8 @@ class Session:
 
     def finish(self, reason: FinishReason, error: str = "", code: ErrorCode = "") -> Finish:
         """The end of this request, as it stands now."""
-        stats = Stats(self.schedule.name, self._drafted, self._accepted, self._passes)
+        positions = tuple((drafted, accepted) for drafted, accepted in self._positions)
+        name = self.request.speculation.schedule
+        stats = Stats(name, self._drafted, self._accepted, self._passes, self._hits, self._waited, positions)
         prompt, seed = len(self.request.prompt), self.request.sampling.seed
         return Finish(reason, prompt, self.completion, seed, stats, error, code)

@@ -17,6 +17,9 @@ from typing import NamedTuple
 ROOT = 0
 """The id that stands for the committed prefix itself: the parent of a tree's first nodes."""
 
+LEAST_LOGQ = -1e4
+"""A less likely guess counts as this one: greater numbers would swallow the sums they are part of."""
+
 TRAIL = 256
 """How many committed positions a tree remembers, so as to place growth that was based on an older prefix."""
 
@@ -60,6 +63,14 @@ class Subtree:
     def __post_init__(self) -> None:
         children = {(p, t): i for i, (p, t) in enumerate(zip(self.parents, self.tokens, strict=True))}
         object.__setattr__(self, "_children", children)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Each node's distance from the root, 1 for its children."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+        return tuple(depths)
 
     def child(self, node: int, token: int) -> int | None:
         """The index of the child of node index `node` (-1: the root) that guesses `token`, if there is one."""
@@ -202,7 +213,7 @@ class DraftTree:
             assert node.parent in seen, f"node {id} stands before its parent {node.parent}"
             depth, score = seen[node.parent]
             assert node.depth == depth + 1, f"node {id} has depth {node.depth} under a parent of depth {depth}"
-            assert abs(node.score - score - node.logq) < 1e-3 or node.score == -float("inf"), f"score of node {id}"
+            assert abs(node.score - score - node.logq) < 1e-3, f"score of node {id}"
             assert self.children[node.parent, node.token] == id, f"node {id} is not among its parent's children"
             seen[id] = (node.depth, node.score)
         assert len(self.children) == len(self.nodes), "children and nodes differ in number"
@@ -239,7 +250,8 @@ class _Builder:
             return "repeated"
         above = self.nodes.get(parent)
         depth, score = (above.depth, above.score) if above else (0, 0.0)
-        self.nodes[new.id] = Node(new.id, parent, new.token, new.logq, depth + 1, score + new.logq)
+        logq = max(new.logq, LEAST_LOGQ)
+        self.nodes[new.id] = Node(new.id, parent, new.token, logq, depth + 1, score + logq)
         self.children[parent, new.token] = new.id
         self.names[new.id] = new.id
         return "added"

@@ -26,15 +26,25 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Which schedule drafts for a request, and k, the depth of its draft chain in tokens."""
+    """What a request asks of speculation: a schedule by name, or "auto", and its numbers.
 
-    schedule: str = "amusd"
+    k: draft depth in tokens (of pearl: its largest chunk).  fanout: other outcomes prepared per position, in the mean
+    (saguaro).  width: leaves grown per draft step (swiftspec).  budget: nodes verified in a pass (swiftspec).
+    """
+
+    schedule: str = "auto"
     k: int = 4
+    fanout: int = 3
+    width: int = 4
+    budget: int = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One generation, checked and tokenized.  `prompt` holds at least one token id."""
+    """One generation, checked and tokenized.  `prompt` holds at least one token id.
+
+    tenant: whose it is, as the server knows it; cached prompts are shared between requests of one tenant only.
+    """
 
     id: str
     prompt: tuple[int, ...]
@@ -44,6 +54,7 @@ class Request:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     speculation: Speculation = Speculation()
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +62,18 @@ class Stats:
     """What speculation did for one request.  Counts only; rates are derived.
 
     drafted: draft tokens that went through a verify pass.  accepted: those of them that were delivered.
-    verify_passes: passes that committed at least one token.
+    verify_passes: passes that committed at least one token.  hits: those after which a draft below the new prefix was
+    there already.  waited: seconds in which the request could have been verified, but waited for a draft.
+    positions: (drafted, accepted) by depth in the draft; index 0 is the first draft token of a pass.
     """
 
     schedule: str
     drafted: int = 0
     accepted: int = 0
     verify_passes: int = 0
+    hits: int = 0
+    waited: float = 0.0
+    positions: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from paceline.actors.drafter import DrafterLoop
 from paceline.actors.drafters import Drafter
-from paceline.actors.memory_link import Fault, faithful, memory_link
+from paceline.actors.memory_link import Fault, MemoryLink, faithful, memory_link
 from paceline.actors.session import Limits
 from paceline.actors.text import TextCodec
 from paceline.actors.torch_engine import TorchEngine
@@ -21,17 +21,18 @@ from transformers import AutoModelForCausalLM
 KV_TOKENS = 2048
 
 
-def engine_of(directory: Path, kv_tokens: int = KV_TOKENS) -> TorchEngine:
+def engine_of(directory: Path, kv_tokens: int = KV_TOKENS, block_size: int = 16) -> TorchEngine:
     """An exact engine for a table model, which may be a broken one: load_engine would refuse NaN."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    return TorchEngine(model.requires_grad_(False), kv_tokens)
+    return TorchEngine(model.requires_grad_(False), kv_tokens, block_size)
 
 
 class LocalCell:
-    """The verifier with one drafter.  Each step is one turn of either, drawn by `seed`, and some time between.
+    """The verifier with one drafter, or more.  Each step is one turn of one of them, drawn by `seed`, and some time.
 
-    speed: how many turns the drafter gets per turn of the verifier, in the mean; 0 for a drafter that is stuck.
-    waited: seconds that the verifier has spent waiting for drafts.
+    speed: how many turns a drafter gets per turn of the verifier, in the mean; 0 for a drafter that is stuck.
+    waited: seconds that the verifier has spent waiting for drafts.  ends: by link, the verifier's and the drafter's.
+    engine: one for `target`, where it shall not be the usual one.
     """
 
     def __init__(
@@ -43,21 +44,35 @@ class LocalCell:
         settings: VerifierSettings | None = None,
         speed: float = 2.0,
         seed: int = 0,
+        engine: TorchEngine | None = None,
     ) -> None:
-        self.engine = engine_of(target)
+        self.engine = engine or engine_of(target)
         self.now = self.waited = 0.0
         self.speed = speed
         self.rng = random.Random(seed)
         codec = TextCodec.load(target)
         limits = Limits(codec.eos_ids, self.engine.context_length)
         self.verifier = Verifier(self.engine, limits, lambda r: codec.stream(r.stop), settings, lambda: self.now)
-        self.drafter = DrafterLoop(drafter)
-        self.verifier_end, self.drafter_end = memory_link(
-            "drafter-0", self.verifier.inbox.put, self.drafter.inbox.put, fault
-        )
-        self.verifier.add_link(self.verifier_end)
-        self.drafter.add_link(self.drafter_end)
+        self.drafters: dict[str, DrafterLoop] = {}
+        self.ends: dict[str, tuple[MemoryLink, MemoryLink]] = {}
+        self.drafter = self.add_drafter("drafter-0", drafter, fault=fault)
+        self.verifier_end, self.drafter_end = self.ends["drafter-0"]
         self.deltas: dict[str, list[Delta]] = defaultdict(list)
+
+    def add_drafter(
+        self, name: str, drafter: Drafter, *, retrieval: bool = False, fault: Fault = faithful
+    ) -> DrafterLoop:
+        """One more drafter."""
+        self.drafters[name] = DrafterLoop(drafter, lambda: self.now)
+        self.connect(name, self.drafters[name], retrieval=retrieval, fault=fault)
+        return self.drafters[name]
+
+    def connect(self, name: str, loop: DrafterLoop, *, retrieval: bool = False, fault: Fault = faithful) -> None:
+        """A link to a drafter, which may have others already."""
+        ends = memory_link(name, self.verifier.inbox.put, loop.inbox.put, fault)
+        self.verifier.add_link(ends[0], retrieval)
+        loop.add_link(ends[1])
+        self.ends[name] = ends
 
     def submit(self, request: Request) -> Submit:
         submit = Submit(request, self.deltas[request.id].append)
@@ -66,7 +81,8 @@ class LocalCell:
 
     def turn_verifier(self) -> None:
         """One turn; if it would rather wait, the clock goes on by at most that long."""
-        self.verifier_end.pump()
+        for end, _ in self.ends.values():
+            end.pump()
         assert self.verifier.take(0)
         wait = self.verifier.turn()
         self.verifier.check()
@@ -75,16 +91,17 @@ class LocalCell:
             self.waited += min(wait, 0.01)
         self.now += min(wait, 0.01) if wait else 0.001
 
-    def turn_drafter(self) -> None:
-        self.drafter_end.pump()
-        assert self.drafter.take(0)
-        self.drafter.turn()
-        self.drafter.check()
+    def turn_drafter(self, name: str = "drafter-0") -> None:
+        loop = self.drafters[name]
+        self.ends[name][1].pump()
+        assert loop.take(0)
+        loop.turn()
+        loop.check()
 
     def step(self) -> None:
         share = self.speed / (1 + self.speed)
         if self.rng.random() < share:
-            self.turn_drafter()
+            self.turn_drafter(self.rng.choice(list(self.drafters)))
         else:
             self.turn_verifier()
 
@@ -113,12 +130,14 @@ class LocalCell:
         """Let everything arrive, then check that nothing is held any more."""
         for _ in range(20):
             self.turn_verifier()
-            self.turn_drafter()
+            for name in self.drafters:
+                self.turn_drafter(name)
         assert not self.verifier.sessions
         assert not self.verifier.waiting
         assert self.engine.pool.free_blocks == self.engine.pool.blocks
-        if self.verifier_end.is_up and self.verifier_end.faithful:
-            assert not self.drafter.drafts
+        for name, loop in self.drafters.items():
+            if self.ends[name][0].is_up and self.ends[name][0].faithful:
+                assert not loop.drafts
 
 
 class Answer:

@@ -10,7 +10,7 @@ from typing import Any
 from paceline.actors.values import Delta, Finish, Request, Speculation, Stats
 from paceline.cluster.backend import BackendError, ModelInfo
 
-MODEL = ModelInfo("tiny", "ngram", "float32", 64, 300, Speculation("amusd", 4))
+MODEL = ModelInfo("tiny", ("ngram",), "float32", 64, 300, Speculation("auto", 4))
 Script = Callable[[Request], AsyncIterator[Delta]]
 
 
@@ -30,7 +30,8 @@ class ByteCodec:
 
 
 def finish(request: Request, completion: int, reason: Any = "stop", **rest: Any) -> Finish:
-    stats = Stats(request.speculation.schedule, drafted=8, accepted=2, verify_passes=3)
+    name, positions = request.speculation.schedule, ((5, 2), (3, 0))
+    stats = Stats(name, drafted=8, accepted=2, verify_passes=3, hits=1, waited=0.25, positions=positions)
     return Finish(reason, len(request.prompt), completion, request.sampling.seed, stats, **rest)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import signal
 import sys
 import types
+from collections.abc import AsyncIterator
 from typing import Any
 
+from paceline.actors.trace import Span
 from paceline.cluster.backend import CellError
 from paceline.cluster.cli import main
 from paceline.cluster.models import ModelError
@@ -23,8 +25,10 @@ class Cell:
 
     @classmethod
     def start(cls, config: Any, progress: Any) -> Cell:
-        progress(f"starting {config.target} with {config.drafter}")
+        progress(f"starting {config.target} with {' and '.join(config.drafters) or 'none'}")
         match BEHAVIOUR:
+            case "no_bad" if config.drafters == ("bad",):
+                raise ModelError("bad is no model")
             case "bad_model":
                 raise ModelError(f"{config.target} is no model")
             case "bad_cell":
@@ -32,6 +36,18 @@ class Cell:
             case "slow_start":
                 signal.pause()
         return cls()
+
+    async def watch_drafters(self) -> AsyncIterator[frozenset[str]]:
+        yield frozenset({"drafter-0 (ngram)"})
+
+    def status(self) -> dict[str, Any]:
+        return {"verifier": {}}
+
+    def teach(self, prompt: Any, continuation: Any, step_seconds: float) -> None:
+        pass
+
+    def trace(self) -> list[Span]:
+        return [Span("verifier", "verify", 1.0, 2.0, {"sessions": 1})]
 
     def stop(self) -> None:
         cancelled = self.backend.cancelled.qsize()

@@ -33,6 +33,7 @@ from paceline.actors.link import (
     LinkUp,
     Received,
     Side,
+    StoreAddress,
     TorchLink,
     _Life,
     host_store,
@@ -53,9 +54,11 @@ IN_FRAME = FAST.frame_bytes - _HEADER.size
 class End:
     """One end of a link in this process, with what it delivered."""
 
-    def __init__(self, side: Side, store: Any, name: str = "one", settings: LinkSettings = FAST) -> None:
+    def __init__(
+        self, side: Side, store: Any, name: str = "one", settings: LinkSettings = FAST, meeting: str = ""
+    ) -> None:
         self.events: queue.SimpleQueue[LinkEvent] = queue.SimpleQueue()
-        self.link = TorchLink(name, side, store, CPU, self.events.put, settings)
+        self.link = TorchLink(name, side, store, CPU, self.events.put, settings, meeting)
 
     def next(self, kind: type, timeout: float = 60.0) -> Any:
         event = self.events.get(timeout=timeout)
@@ -76,6 +79,11 @@ class Peer:
     def signal(self, number: int) -> None:
         assert self.process.pid
         os.kill(self.process.pid, number)
+        deadline = time.monotonic() + 10.0
+        # On a busy machine it goes on for a moment.
+        while number == signal.SIGSTOP and "State:\tT" not in Path(f"/proc/{self.process.pid}/status").read_text():
+            assert time.monotonic() < deadline, "the peer does not stop"
+            time.sleep(0.001)
 
     def end(self) -> None:
         self.process.kill()
@@ -274,6 +282,41 @@ def test_losing_one_link_does_not_touch_another(bench):
     assert second[1].events.empty()
 
 
+def test_each_side_may_have_a_name_of_its_own_for_the_other(bench):
+    """So one drafter can tell its verifiers apart, each of which hosts a store; it need not hold on to any of these."""
+    verifier = bench.end("verifier", name="drafter-0")
+    bench.store, store = StoreAddress("127.0.0.1", bench.port), bench.store
+    drafter = bench.end("drafter", name="verifier-7", meeting="drafter-0")
+    assert (verifier.next(LinkUp).name, drafter.next(LinkUp).name) == ("drafter-0", "verifier-7")
+    assert drafter.link.send(b"hello")
+    assert verifier.received() == b"hello"
+    del store
+
+
+def test_a_delay_holds_up_every_message_and_keeps_their_order(bench):
+    delay = 0.3
+    verifier, drafter = bench.pair(settings=replace(FAST, delay=delay))
+    sent: list[float] = []
+    for number in range(40):
+        sent.append(time.monotonic())
+        assert drafter.link.send(bytes([number]))
+    arrived = [verifier.next(Received) for _ in sent]
+    assert [message.data for message in arrived] == [bytes([number]) for number in range(len(sent))]
+    late = [message.at - at for message, at in zip(arrived, sent, strict=True)]
+    # One after another they would take many times as long.
+    assert delay <= min(late) <= max(late) < delay + SLACK
+    # What is still on its way at the end is not lost, and nobody waits for it.
+    assert timed(verifier.link.close) < delay + SLACK
+    assert verifier.events.get_nowait().reason == "closed"
+
+
+def test_a_message_says_when_it_was_delivered(bench):
+    verifier, drafter = bench.pair()
+    before = time.monotonic()
+    assert drafter.link.send(b"now")
+    assert before <= verifier.next(Received).at <= time.monotonic()
+
+
 def test_an_idle_link_sleeps(bench):
     bench.pair()
     never = threading.Event()
@@ -394,7 +437,12 @@ def test_frames_of_no_peer_of_ours_break_the_link(header, complaint):
 
 @pytest.mark.parametrize(
     ("fields", "complaint"),
-    [({"frame_bytes": 16}, "frame_bytes"), ({"heartbeat": 3.0}, "heartbeat"), ({"queue_bytes": 10}, "queue_bytes")],
+    [
+        ({"frame_bytes": 16}, "frame_bytes"),
+        ({"heartbeat": 3.0}, "heartbeat"),
+        ({"queue_bytes": 10}, "queue_bytes"),
+        ({"delay": -0.1}, "delay"),
+    ],
 )
 def test_settings_that_cannot_work_are_refused(fields, complaint):
     with pytest.raises(ValueError, match=complaint):

@@ -8,23 +8,42 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paceline.actors.messages import Close, GrowthMessage, Malformed, Open, Verdict, decode, encode
+from paceline.actors.schedules import MAX_BUDGET, MAX_FANOUT, MAX_K, MAX_WIDTH, SCHEDULES, Plan
 from paceline.actors.tree import NewNode
-from paceline.actors.values import Sampling, Speculation
+from paceline.actors.values import Sampling
 
 u32 = st.integers(0, 2**32 - 1)
 tokens = st.lists(u32, max_size=50).map(tuple)
 samplings = st.builds(
     Sampling, st.floats(0, 10), st.integers(0, 2**31), st.floats(0, 1), st.floats(0, 1), st.integers(0, 2**64 - 1)
 )
-opens = st.builds(
-    Open, u32, u32, tokens, samplings, st.builds(Speculation, st.just("amusd"), st.integers(0, 65535)), u32
+plans = st.builds(
+    Plan,
+    st.sampled_from(sorted(SCHEDULES)),
+    st.integers(1, MAX_K),
+    st.integers(1, MAX_FANOUT),
+    st.integers(1, MAX_WIDTH),
+    st.integers(1, MAX_BUDGET),
+    st.floats(0, 1, width=32),
+    st.integers(0, MAX_K),
 )
+opens = st.builds(Open, u32, u32, tokens, samplings, plans, u32)
 nodes = st.builds(NewNode, st.integers(1, 2**32 - 1), u32, u32, st.floats(-100, 0, width=32))
+seconds = st.floats(0, 1000, width=32)
 growths = st.builds(
-    GrowthMessage, u32, u32, u32, u32, st.lists(nodes, max_size=20).map(tuple), st.booleans(), st.booleans()
+    GrowthMessage,
+    u32,
+    u32,
+    u32,
+    u32,
+    st.lists(nodes, max_size=20).map(tuple),
+    st.booleans(),
+    st.booleans(),
+    seconds,
+    seconds,
 )
 messages = st.one_of(
-    opens, growths, st.builds(Verdict, u32, u32, u32, tokens, st.booleans()), st.builds(Close, u32, u32)
+    opens, growths, st.builds(Verdict, u32, u32, u32, tokens, plans, st.booleans()), st.builds(Close, u32, u32)
 )
 
 
@@ -61,3 +80,20 @@ def test_positive_infinite_and_undefined_log_q_are_malformed():
         bad = encode(GrowthMessage(1, 2, 3, 0, (NewNode(1, 0, 5, logq),)))
         with pytest.raises(Malformed, match="log q"):
             decode(bad)
+
+
+def test_a_plan_that_nobody_could_follow_is_malformed():
+    for plan in (
+        Plan("nosuch"),
+        Plan("sync", k=MAX_K + 1),
+        Plan("sync", k=0),
+        Plan("saguaro", acceptance=float("nan")),
+    ):
+        with pytest.raises(Malformed, match="follow"):
+            decode(encode(Verdict(1, 2, 3, (4,), plan)))
+
+
+def test_times_that_no_clock_shows_are_malformed():
+    for step, age in ((-1.0, 0.0), (0.0, float("nan")), (float("inf"), 0.0)):
+        with pytest.raises(Malformed, match="seconds"):
+            decode(encode(GrowthMessage(1, 2, 3, 0, step=step, age=age)))

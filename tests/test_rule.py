@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import random
 
 import pytest
 import torch
-from paceline.actors.rule import BadLogits, draw, perturbed, process, verify
+from paceline.actors.rule import BadLogits, draw, perturbed, process, verify, verify_all
 from paceline.actors.tree import Subtree
 from paceline.actors.values import Sampling
+from paceline.kernels import verify_tree as kernel
 from paceline.kernels.noise import gumbel, philox
 
 P = torch.tensor([0.5, 0.3, 0.2])
@@ -19,10 +19,19 @@ Q = torch.tensor([0.6, 0.3, 0.1])
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _remembered_noise():
-    """Noise is a function of (seed, position), so the many draws at the same ones may share it."""
+def _remembered_draws():
+    """A draw is a function of (row, sampling, position), so the many draws of the same ones may share it."""
+    known: dict[tuple[object, ...], int | None] = {}
+    make = kernel.draw
+
+    def remembered(row: torch.Tensor, sampling: Sampling, position: int) -> int | None:
+        key = (sampling, position, *row.tolist())
+        if key not in known:
+            known[key] = make(row, sampling, position)
+        return known[key]
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paceline.actors.rule.gumbel", functools.cache(gumbel))
+        patch.setattr(kernel, "draw", remembered)
         yield
 
 
@@ -122,14 +131,11 @@ def limit(degrees: int) -> float:
 
 def guess(kind: str, sampling: Sampling, rng: random.Random) -> int:
     """A drafter's single guess at position 5; it may look at the seed, as ours does."""
-    right = draw(P.log(), sampling, 5)
-    return {
-        "right": right,
-        "coupled": int(perturbed(Q.log(), sampling, 5).argmax()),
-        "random": rng.randrange(3),
-        "wrong": (right + 1) % 3,
-        "out of vocabulary": 99,
-    }[kind]
+    if kind == "coupled":
+        return int(perturbed(Q.log(), sampling, 5).argmax())
+    if kind in ("right", "wrong"):
+        return (draw(P.log(), sampling, 5) + (kind == "wrong")) % 3
+    return {"random": rng.randrange(3), "out of vocabulary": 99}[kind]
 
 
 @pytest.mark.parametrize("kind", ["right", "coupled", "random", "wrong", "out of vocabulary"])
@@ -179,6 +185,20 @@ def test_the_processors_cut_what_they_say_and_the_law_follows(fields, law):
 def test_logits_without_a_finite_maximum_are_refused(bad, temperature):
     with pytest.raises(BadLogits, match="position 9"):
         draw(torch.tensor([0.0, bad, 1.0]), Sampling(temperature, top_p=0.9), 9)
+
+
+def test_bad_logits_end_their_own_session_only():
+    rows = P.log().expand(2, 3)
+    broken = torch.stack([P.log(), torch.full((3,), math.nan)])
+    samplings = [Sampling(0.8, seed=seed) for seed in range(3)]
+    right = [draw(P.log(), sampling, 4) for sampling in samplings]
+    trees = [Subtree((token,), (-1,), (1,)) for token in right]
+    outcomes = verify_all(trees, [rows, broken, rows], samplings, [4, 4, 4])
+    assert isinstance(outcomes[1], BadLogits)
+    assert "position 5" in str(outcomes[1])
+    for i in (0, 2):
+        assert outcomes[i] == verify(trees[i], rows, samplings[i], 4)
+        assert outcomes[i].path == (0,)
 
 
 def test_rows_must_match_the_tree():

@@ -69,6 +69,15 @@ def test_cut_keeps_the_best_nodes_as_a_tree():
     assert paths(cut) == {(1,), (1, 3)}
 
 
+@pytest.mark.parametrize("logq", [-1e30, -float("inf")])
+def test_a_guess_of_no_likelihood_does_not_spoil_the_scores_below_it(logq):
+    tree = DraftTree(10).grow([NewNode(1, ROOT, 5, logq), NewNode(2, 1, 6, -0.5)], 10).tree
+    tree.check()
+    after = tree.reroot((5,))
+    after.check()
+    assert after.nodes[2].score == pytest.approx(-0.5)
+
+
 def test_a_subtree_must_be_closed():
     tree = DraftTree(0).grow(chain(5, 6), 0).tree
     assert tree.subtree([1, 2]).parents == (-1, 0)
