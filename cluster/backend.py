@@ -14,7 +14,7 @@ class ModelInfo:
     """What a cell serves.  speculation: what a request gets that does not choose for itself."""
 
     target: str
-    drafter: str
+    drafters: tuple[str, ...]
     dtype: str
     context_length: int
     vocab_size: int

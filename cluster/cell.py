@@ -1,7 +1,8 @@
-"""A cell: one verifier and one drafter on a Ray cluster, started and taken down as one thing."""
+"""A cell: one verifier and its drafters on a Ray cluster, started and taken down as one thing."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import shutil
@@ -9,8 +10,9 @@ import signal
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +20,27 @@ import paceline.cluster.ray_env  # noqa: F401
 import ray
 from paceline.actors.device import Device
 from paceline.actors.drafters import RUN_AHEAD
-from paceline.actors.link import LinkSettings
-from paceline.actors.ray_actors import DrafterActor, DrafterSpec, ModelSpec, Place, VerifierActor, VerifierSpec
+from paceline.actors.link import LinkSettings, StoreAddress
+from paceline.actors.oracle import OracleSpec, parse_oracle
+from paceline.actors.ray_actors import (
+    DrafterActor,
+    DrafterSpec,
+    LinkSpec,
+    ModelSpec,
+    Place,
+    VerifierActor,
+    VerifierSpec,
+)
 from paceline.actors.schedules import MAX_K
 from paceline.actors.text import TextCodec
-from paceline.actors.values import Delta, Request, Speculation
+from paceline.actors.trace import Span
+from paceline.actors.values import Delta, Request
 from paceline.actors.verifier import VerifierSettings
 from paceline.cluster import processes
 from paceline.cluster.backend import BackendError, CellError, ModelInfo
-from paceline.cluster.config import NGRAM, NONE, CellConfig
+from paceline.cluster.config import INT8, NGRAM, ORACLE, CellConfig
 from paceline.cluster.models import ModelError, ModelFiles, check_pair, resolve
+from paceline.cluster.vocab import head_ids
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -36,11 +49,13 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
 
-_DRAFTER = "drafter-0"
+_VERIFIER = "verifier"
 _CONTROL = "control"
 _DIRECTORY = "paceline-"
 _TICK = 1.0
 _STATUS_TIMEOUT = 2.0
+_TEACH_TIMEOUT = 10.0
+_LINK_TIMEOUT, _LINK_PAUSE = 10.0, 0.05
 _STOP_TIMEOUT = 8.0
 _OBJECT_STORE_BYTES = 100 * 2**20
 
@@ -54,7 +69,7 @@ class Cell:
 
     @classmethod
     def start(cls, config: CellConfig, progress: Progress = log.info) -> Cell:
-        """Resolve the models, start Ray unless this process is connected already, and wait until both actors are up.
+        """Resolve the models, start Ray unless this process is connected already, and wait until all actors are up.
 
         Raises ModelError and CellError, with nothing left running.
         """
@@ -71,8 +86,47 @@ class Cell:
             raise
 
     def status(self) -> dict[str, Any]:
-        """What the actors say of themselves: {"verifier": {...}, "drafter": {...}}; None where one does not answer."""
-        return self._parts.status()
+        """What the actors say of themselves; None where one does not answer.
+
+        {"verifier": {...}, "drafters": {"drafter-0": {...}, ...}}
+        """
+        verifier, *drafters = _answers([actor.status for actor in self._parts.actors()])
+        return {"verifier": verifier, "drafters": dict(zip(self._parts.drafters, drafters, strict=True))}
+
+    async def watch_drafters(self) -> AsyncGenerator[frozenset[str], None]:
+        """The drafters that are there, now and whenever that has changed, by name and title: "drafter-0 (ngram)".
+
+        Raises BackendError when the verifier is gone.
+        """
+        titles = dict(zip(self._parts.drafters, self.backend.model.drafters, strict=True))
+        known: tuple[str, ...] | None = None
+        while True:
+            try:
+                known = await _control(self._parts.verifier.drafters).remote(known)
+            except RayActorError as error:
+                raise BackendError("the verifier is gone") from error
+            yield frozenset(f"{name} ({titles[name]})" for name in known)
+
+    def trace(self) -> list[Span]:
+        """What all the actors have done since the last time, in the order of its beginning."""
+        spans = [span for lane in _answers([actor.trace for actor in self._parts.actors()]) for span in lane or ()]
+        return sorted(spans, key=lambda span: span.start)
+
+    def teach(self, prompt: Sequence[int], continuation: Sequence[int], step_seconds: float) -> None:
+        """Tell the oracles how the target continues `prompt`, and how long a plain step of it takes.
+
+        Returns when they know.  Raises CellError if one does not answer.
+        """
+        oracles = [
+            self._parts.drafters[name]
+            for name, title in zip(self._parts.drafters, self.backend.model.drafters, strict=True)
+            if title.startswith(ORACLE)
+        ]
+        try:
+            asked = [_control(oracle.teach).remote(prompt, continuation, step_seconds) for oracle in oracles]
+            ray.get(asked, timeout=_TEACH_TIMEOUT)
+        except (RayError, GetTimeoutError) as error:
+            raise CellError(f"an oracle cannot be taught: {error}") from error
 
     def stop(self) -> None:
         """Take everything down, and let no Ctrl-C disturb that.  Again is fine."""
@@ -93,17 +147,15 @@ class _Parts:
         self.cluster = Cluster()
         self.group: PlacementGroup | None = None
         self.verifier: Any = None
-        self.drafter: Any = None
+        self.drafters: dict[str, Any] = {}
 
-    def status(self) -> dict[str, Any]:
-        named = {"verifier": self.verifier, "drafter": self.drafter}
-        asked = {name: _control(actor.status).remote() for name, actor in named.items() if actor is not None}
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=_STATUS_TIMEOUT)
-        return {name: _answer_of(ref) for name, ref in asked.items()}
+    def actors(self) -> list[Any]:
+        """The verifier, then the drafters."""
+        return [actor for actor in (self.verifier, *self.drafters.values()) if actor is not None]
 
     def stop(self) -> None:
-        actors = [actor for actor in (self.drafter, self.verifier) if actor is not None]
-        group, self.drafter, self.verifier, self.group = self.group, None, None, None
+        actors, group = self.actors()[::-1], self.group
+        self.verifier, self.drafters, self.group = None, {}, None
         try:
             if ray.is_initialized():
                 _stop_actors(actors, group)
@@ -147,6 +199,14 @@ def _sweep() -> None:
         pid = path.name.removeprefix(_DIRECTORY).partition("-")[0]
         if pid.isdecimal() and not Path("/proc", pid).exists():
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _answers(methods: Iterable[Any]) -> list[Any]:
+    """What control methods of actors return, all asked at once; None of those that do not answer in time."""
+    asked = [_control(method).remote() for method in methods]
+    if asked:
+        ray.wait(asked, num_returns=len(asked), timeout=_STATUS_TIMEOUT)
+    return [_answer_of(ref) for ref in asked]
 
 
 def _answer_of(ref: Any) -> Any:
@@ -197,31 +257,34 @@ def _start(config: CellConfig, progress: Progress, parts: _Parts) -> Cell:
         device = Device.resolve(config.device)
     except ValueError as error:
         raise CellError(str(error)) from error
+    if INT8 in config.drafters and device.kind != "cpu":
+        raise CellError(f'the drafter "{INT8}" runs on CPU only; leave it out, or use --device cpu')
     config = _settled(config, device)
     target = resolve(config.target, progress=progress)
-    drafter = _resolve_drafter(config, target, progress)
+    drafters = [_resolve_drafter(name, config, target, progress) for name in config.drafters]
     codec = _codec(target)
+    bundles = 1 + sum(drafter.has_device for drafter in drafters)
     progress("starting Ray")
-    parts.cluster.start(cpus=max(2, os.cpu_count() or 1))
-    parts.group = _place(device, 1 if config.drafter == NONE else 2)
-    context_length, vocab_size = _start_actors(config, device, target, drafter, parts, progress)
+    # On CPU, drafters share cores where there are not enough of them.
+    parts.cluster.start(cpus=max(bundles, os.cpu_count() or 1))
+    parts.group = _place(device, bundles)
+    context_length, vocab_size = _start_actors(config, device, target, drafters, parts, progress)
     model = ModelInfo(
         target.name,
-        drafter.name if drafter else config.drafter,
+        tuple(drafter.title for drafter in drafters),
         config.dtype,
         # What the cache cannot hold is refused by the gateway, which names the field.
         min(context_length, config.kv_tokens - MAX_K - 1),
         vocab_size,
-        Speculation("plain" if config.drafter == NONE else config.schedule, config.k),
+        config.speculation,
     )
     return Cell(CellBackend(model, parts.verifier), codec, parts)
 
 
 def _settled(config: CellConfig, device: Device) -> CellConfig:
     """The config with what is best on this device where it says "auto"."""
-    dtype = device.best_dtype if config.dtype == "auto" else config.dtype
     frames = device.link_frames if config.link_frames == "auto" else config.link_frames
-    return config.model_copy(update={"dtype": dtype, "link_frames": frames})
+    return config.model_copy(update={"dtype": device.dtype(config.dtype), "link_frames": frames})
 
 
 def _codec(target: ModelFiles) -> TextCodec:
@@ -231,12 +294,35 @@ def _codec(target: ModelFiles) -> TextCodec:
         raise ModelError(f"the tokenizer of {target.name} cannot be read: {error}") from error
 
 
-def _resolve_drafter(config: CellConfig, target: ModelFiles, progress: Progress) -> ModelFiles | None:
-    if config.drafter in (NGRAM, NONE):
-        return None
-    drafter = resolve(config.drafter, progress=progress)
-    check_pair(target.directory, drafter.directory)
-    return drafter
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A drafter to be started.  title: what it was called.  source: what it guesses with; None is prompt lookup."""
+
+    title: str
+    source: ModelSpec | OracleSpec | None
+
+    @property
+    def has_device(self) -> bool:
+        """Whether it computes anything to speak of."""
+        return isinstance(self.source, ModelSpec)
+
+
+def _resolve_drafter(name: str, config: CellConfig, target: ModelFiles, progress: Progress) -> _Wanted:
+    if name == NGRAM:
+        return _Wanted(name, None)
+    if name.startswith(ORACLE):
+        return _Wanted(name, parse_oracle(name))
+    files = target
+    if name != INT8:
+        files = resolve(name, progress=progress)
+        check_pair(target.directory, files.directory)
+    head = None if config.drafter_vocab is None else head_ids(config.drafter_vocab, files)
+    # Room for what it runs ahead, so that whatever the verifier admits can be drafted.
+    kv_tokens = config.kv_tokens + config.max_sessions * RUN_AHEAD
+    return _Wanted(
+        INT8 if name == INT8 else files.name,
+        ModelSpec(str(files.directory), config.dtype, kv_tokens, head, int8=name == INT8),
+    )
 
 
 def _place(device: Device, bundles: int) -> PlacementGroup:
@@ -253,39 +339,68 @@ def _start_actors(
     config: CellConfig,
     device: Device,
     target: ModelFiles,
-    drafter: ModelFiles | None,
+    drafters: Sequence[_Wanted],
     parts: _Parts,
     progress: Progress,
 ) -> tuple[int, int]:
-    """Start both actors, wait for them, and return the target's context length and vocabulary size."""
+    """Start all actors, wait for them, and return the target's context length and vocabulary size."""
+    links = [_link(f"drafter-{i}", drafter, config, device) for i, drafter in enumerate(drafters)]
+    parts.verifier = _start_verifier(config, device, target, links, parts)
+    waits = {parts.verifier.ready.remote(): f"the target {target.name}"}
+    first = next(iter(waits))
+    store: StoreAddress = ray.get(parts.verifier.store.remote(), timeout=config.start_timeout)
+    seats = itertools.count(1)
+    for link, drafter in zip(links, drafters, strict=True):
+        seat = next(seats) if drafter.has_device else None
+        actor = _start_drafter(link, drafter, store, device, seat, parts)
+        parts.drafters[link.name] = actor
+        waits[actor.ready.remote()] = f"the drafter {drafter.title}"
+    _await_ready(waits, config.start_timeout, progress)
+    _await_links(parts)
+    limits: tuple[int, int] = ray.get(first)
+    return limits
+
+
+def _link(name: str, drafter: _Wanted, config: CellConfig, device: Device) -> LinkSpec:
     assert config.link_frames != "auto"
-    link = LinkSettings(frames=config.link_frames, deadline=config.link_deadline)
-    has_drafter = config.drafter != NONE
-    verifier = VerifierSpec(
-        _model(target, config),
+    # Without a device, a drafter has no device memory for them either.
+    frames = config.link_frames if drafter.has_device or device.kind == "cpu" else "host"
+    deadline = config.link_deadline
+    settings = LinkSettings(frames=frames, heartbeat=deadline / 3, deadline=deadline, delay=config.link_delay)
+    return LinkSpec(name, settings, retrieval=drafter.source is None)
+
+
+def _start_verifier(
+    config: CellConfig, device: Device, target: ModelFiles, links: Sequence[LinkSpec], parts: _Parts
+) -> Any:
+    spec = VerifierSpec(
+        _VERIFIER,
+        ModelSpec(str(target.directory), config.dtype, config.kv_tokens),
         _seat(device, 0),
-        (_DRAFTER,) if has_drafter else (),
-        link,
-        VerifierSettings(max_sessions=config.max_sessions, max_queue=config.max_queue),
+        tuple(links),
+        VerifierSettings(
+            max_sessions=config.max_sessions,
+            max_queue=config.max_queue,
+            drafters_per_session=config.drafters_per_session,
+            pass_tokens=device.pass_tokens,
+            prefill_chunk=device.prefill_chunk,
+        ),
     )
     calls = config.max_sessions + config.max_queue + 64
     verifier_class = ray.remote(concurrency_groups={_CONTROL: 64})(VerifierActor)
-    parts.verifier = verifier_class.options(max_concurrency=calls, **_in(parts, device, 0)).remote(verifier)
-    waits = {parts.verifier.ready.remote(): f"the target {target.name}"}
-    if has_drafter:
-        store = ray.get(parts.verifier.store.remote(), timeout=config.start_timeout)
-        # Room for what it runs ahead, so that whatever the verifier admits can be drafted.
-        ahead = config.max_sessions * RUN_AHEAD
-        model = _model(drafter, config, ahead) if drafter else None
-        spec = DrafterSpec(_DRAFTER, model, _seat(device, 1), link, store)
-        # It holds nothing that matters, so Ray may bring it back as often as it dies.
-        drafter_class = ray.remote(concurrency_groups={_CONTROL: 8})(DrafterActor)
-        parts.drafter = drafter_class.options(max_restarts=-1, **_in(parts, device, 1)).remote(spec)
-        waits[parts.drafter.ready.remote()] = f"the drafter {config.drafter}"
-    first = next(iter(waits))
-    _await_ready(waits, config.start_timeout, progress)
-    limits: tuple[int, int] = ray.get(first)
-    return limits
+    return verifier_class.options(max_concurrency=calls, **_in(parts, device, 0)).remote(spec)
+
+
+def _start_drafter(
+    link: LinkSpec, drafter: _Wanted, store: StoreAddress, device: Device, seat: int | None, parts: _Parts
+) -> Any:
+    """seat: the number of its bundle; None for one that shares a core with the first that has one."""
+    place = _seat(device, seat) if seat is not None else Place("cpu", 1)
+    spec = DrafterSpec(link.name, drafter.source, place, link.settings, ((_VERIFIER, store),))
+    options = _in(parts, device, seat) if seat is not None else {"num_cpus": 0}
+    # It holds nothing that matters, so Ray may bring it back as often as it dies.
+    drafter_class = ray.remote(concurrency_groups={_CONTROL: 8})(DrafterActor)
+    return drafter_class.options(max_restarts=-1, **options).remote(spec)
 
 
 def _await_ready(waits: dict[Any, str], timeout: float, progress: Progress) -> None:
@@ -300,8 +415,18 @@ def _await_ready(waits: dict[Any, str], timeout: float, progress: Progress) -> N
             del waits[ref]
 
 
-def _model(files: ModelFiles, config: CellConfig, ahead: int = 0) -> ModelSpec:
-    return ModelSpec(str(files.directory), config.dtype, config.kv_tokens + ahead)
+def _await_links(parts: _Parts) -> None:
+    """Wait a little until the verifier has met its drafters, so that the first request is drafted for too."""
+    deadline = time.monotonic() + _LINK_TIMEOUT
+    while True:
+        status = _answers([parts.verifier.status])[0] or {"drafters": ()}
+        missing = sorted(parts.drafters.keys() - set(status["drafters"]))
+        if not missing:
+            return
+        if time.monotonic() > deadline:
+            log.warning("%s did not come within %g s; requests go on without", ", ".join(missing), _LINK_TIMEOUT)
+            return
+        time.sleep(_LINK_PAUSE)
 
 
 def _seat(device: Device, number: int) -> Place:

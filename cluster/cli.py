@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Literal
 
@@ -31,6 +32,8 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
+vocab = typer.Typer(help="Choose the tokens that a drafter guesses.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(vocab, name="vocab")
 
 _U32, _U64 = 2**32 - 1, 2**64 - 1
 
@@ -48,9 +51,26 @@ Target = Annotated[
         "[default: smollm2-135m]",
     ),
 ]
-Drafter = Annotated[
+Drafters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--drafter",
+        metavar="MODEL",
+        help='A drafter: a model, or "ngram" (prompt lookup), or "int8" (the target in int8); may be given several '
+        'times. "none": no drafter. [default: ngram]',
+    ),
+]
+DraftersPerSession = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="How many of several drafters draft for one request together. [default: 1]"),
+]
+DrafterVocab = Annotated[
     str | None,
-    typer.Option(metavar="MODEL", help='The drafter: a model, or "ngram" (prompt lookup), or "none". [default: ngram]'),
+    typer.Option(
+        metavar="N|FILE",
+        help="Tokens that model drafters guess: the N most frequent ones, or those of a file (see `paceline vocab "
+        "rank`). Fewer make a small drafter faster. [default: all]",
+    ),
 ]
 Device = Annotated[
     Literal["auto", "cpu", "cuda"] | None,
@@ -62,11 +82,36 @@ Dtype = Annotated[
 ]
 Schedule = Annotated[
     str | None,
-    typer.Option(metavar="S", help="Who works when: plain, sync or amusd. [default: amusd, or the server's]"),
+    typer.Option(
+        metavar="S",
+        help="Who works when: plain, sync, pearl, amusd, saguaro, swiftspec, or auto, which picks one of these by what "
+        "is measured. [default: auto, or the server's]",
+    ),
 ]
 K = Annotated[
     int | None,
     typer.Option(min=0, max=_U32, metavar="K", help="Depth of the draft, 1 to 32. [default: 4, or the server's]"),
+]
+Fanout = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=_U32,
+        metavar="F",
+        help="saguaro: outcomes readied per position, 1 to 8. [default: 3, or the server's]",
+    ),
+]
+Width = Annotated[
+    int | None,
+    typer.Option(
+        min=0, max=_U32, metavar="W", help="swiftspec: leaves grown per step, 1 to 16. [default: 4, or the server's]"
+    ),
+]
+Budget = Annotated[
+    int | None,
+    typer.Option(
+        min=0, max=_U32, metavar="B", help="swiftspec: nodes verified per pass, 1 to 64. [default: 12, or the server's]"
+    ),
 ]
 Temperature = Annotated[float, typer.Option(metavar="X", help="0 is greedy; 1 leaves the model's odds as they are.")]
 TopP = Annotated[float, typer.Option(metavar="X", help="Keep the likeliest tokens of this much probability; 1: all.")]
@@ -98,6 +143,13 @@ MaxQueue = Annotated[
     int | None,
     typer.Option(metavar="N", help="Requests that may wait; more are refused. [default: 256]"),
 ]
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Write what every device did when to FILE at the end, as Chrome trace JSON; open it in ui.perfetto.dev.",
+    ),
+]
 Grace = Annotated[
     float, typer.Option(min=0, metavar="SECONDS", help="How long running requests may go on after Ctrl-C.")
 ]
@@ -126,34 +178,42 @@ def options(
 def up(
     address: ServeAt = "127.0.0.1:50051",
     target: Target = None,
-    drafter: Drafter = None,
+    drafter: Drafters = None,
     device: Device = None,
     dtype: Dtype = None,
     schedule: Schedule = None,
     k: K = None,
+    fanout: Fanout = None,
+    width: Width = None,
+    budget: Budget = None,
+    drafters_per_session: DraftersPerSession = None,
+    drafter_vocab: DrafterVocab = None,
     kv_tokens: KvTokens = None,
     max_sessions: MaxSessions = None,
     max_queue: MaxQueue = None,
     grace: Grace = 10.0,
+    trace: Trace = None,
 ) -> None:
-    """Start a verifier and a drafter, and serve them over gRPC until Ctrl-C.
+    """Start a verifier and its drafters, and serve them over gRPC until Ctrl-C.
 
     The first Ctrl-C (or SIGTERM) takes no more calls and lets the running ones end within the grace time; the second
-    one ends them at once.  --schedule and --k are for requests that do not choose for themselves.
+    one ends them at once.  --schedule and its numbers are for requests that do not choose for themselves.
 
     \b
     Examples:
       paceline up
       paceline up --target ./my-model --drafter ./my-drafter --schedule sync --k 6
+      paceline up --drafter ./my-drafter --drafter ngram --schedule saguaro
       paceline up --address 0.0.0.0:50051 --dtype float32
     """
     with _reported():
         from paceline.cluster import commands
 
-        settings = {"schedule": schedule, "k": k, "kv_tokens": kv_tokens}
-        settings |= {"max_sessions": max_sessions, "max_queue": max_queue}
+        settings = {"schedule": schedule, "k": k, "fanout": fanout, "width": width, "budget": budget}
+        settings |= {"kv_tokens": kv_tokens, "max_sessions": max_sessions, "max_queue": max_queue}
+        settings |= {"drafters_per_session": drafters_per_session, "drafter_vocab": drafter_vocab}
         config = commands.configure(target, drafter, device, dtype, **settings)
-        commands.up(config, address, grace)
+        commands.up(config, address, grace, trace)
 
 
 @app.command()
@@ -161,11 +221,14 @@ def generate(
     prompt: Prompt,
     address: Address = None,
     target: Target = None,
-    drafter: Drafter = None,
+    drafter: Drafters = None,
     device: Device = None,
     dtype: Dtype = None,
     schedule: Schedule = None,
     k: K = None,
+    fanout: Fanout = None,
+    width: Width = None,
+    budget: Budget = None,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
@@ -175,10 +238,11 @@ def generate(
     stop: Stop = None,
     json: Json = False,
     raw: Raw = False,
+    trace: Trace = None,
 ) -> None:
     """Answer one prompt: the text goes to stdout as it comes, a line of statistics to stderr.
 
-    Without --address, a verifier and a drafter are started for this prompt and stopped again.
+    Without --address, a verifier and its drafters are started for this prompt and stopped again.
 
     \b
     Examples:
@@ -186,25 +250,31 @@ def generate(
       paceline generate --address 127.0.0.1:50051 --temperature 0.7 --seed 1 "Tell me a story."
       paceline generate --target ./my-model --drafter none --raw --max-tokens 32 "Once upon a time"
       paceline generate --json "Count to five." | python -m json.tool
+      paceline generate --drafter ngram --trace trace.json "Count to five."
       cat question.txt | paceline generate -
     """
     with _reported():
         from paceline.cluster import commands
 
-        request = commands.options(schedule, k, temperature, top_p, top_k, min_p, seed, max_tokens, stop or [])
+        speculation = {"schedule": schedule, "k": k, "fanout": fanout, "width": width, "budget": budget}
+        sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
+        request = commands.options(speculation, sampling, max_tokens, stop or [])
         where = commands.where(address, target, drafter, device, dtype)
-        commands.generate(where, request, commands.read_prompt(prompt), raw=raw, as_json=json)
+        commands.generate(where, request, commands.read_prompt(prompt), raw=raw, as_json=json, trace=trace)
 
 
 @app.command()
 def chat(
     address: Address = None,
     target: Target = None,
-    drafter: Drafter = None,
+    drafter: Drafters = None,
     device: Device = None,
     dtype: Dtype = None,
     schedule: Schedule = None,
     k: K = None,
+    fanout: Fanout = None,
+    width: Width = None,
+    budget: Budget = None,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
@@ -225,7 +295,9 @@ def chat(
     with _reported():
         from paceline.cluster import commands
 
-        request = commands.options(schedule, k, temperature, top_p, top_k, min_p, seed, max_tokens, stop or [])
+        speculation = {"schedule": schedule, "k": k, "fanout": fanout, "width": width, "budget": budget}
+        sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
+        request = commands.options(speculation, sampling, max_tokens, stop or [])
         commands.chat(commands.where(address, target, drafter, device, dtype), request)
 
 
@@ -243,6 +315,31 @@ def models() -> None:
         commands.models()
 
 
+@vocab.command("rank")
+def vocab_rank(
+    texts: Annotated[list[Path], typer.Argument(metavar="TEXTS...", help="Text files, UTF-8.")],
+    tokenizer: Annotated[str, typer.Option(metavar="MODEL", help="The model whose tokens are counted.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write the ids, a JSON list.")],
+    keep: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="The most ids to write. [default: all that occur]")
+    ] = None,
+) -> None:
+    """Rank a model's tokens by how often they occur in texts, for --drafter-vocab.
+
+    Texts like those that the model is to write serve best, a few megabytes of them.  A ranking that lies beside a
+    drafter's checkpoint under the name draft_vocab.json is found there by --drafter-vocab N.
+
+    \b
+    Examples:
+      paceline vocab rank --tokenizer smollm2-135m --out frequent.json --keep 8192 answers/*.txt
+      paceline vocab rank --tokenizer ./my-model --out ./my-drafter/draft_vocab.json answers.txt
+    """
+    with _reported():
+        from paceline.cluster import commands
+
+        commands.vocab_rank(tokenizer, texts, out, keep)
+
+
 @bench.command("link")
 def bench_link() -> None:
     """Measure the link between drafter and verifier against Ray actor calls.
@@ -257,26 +354,104 @@ def bench_link() -> None:
         commands.bench_link()
 
 
-@bench.command("schedules")
-def bench_schedules(
+@bench.command("engine")
+def bench_engine(
     target: Target = None,
-    drafter: Drafter = None,
     device: Device = None,
     dtype: Dtype = None,
-    k: K = None,
-    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens per prompt.")] = 64,
+    nodes: Annotated[
+        str, typer.Option(metavar="N,...", help="Draft tokens that a pass verifies, below one root.")
+    ] = "0,1,2,4,8,16,32",
+    cached: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens that are cached before the pass.")] = 200,
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="How often everything is timed, in turns.")] = 20,
+    int8: Annotated[
+        bool, typer.Option("--int8/--no-int8", help="Measure it with int8 weights too, as a drafter may hold them.")
+    ] = False,
+    peers: Annotated[
+        bool, typer.Option("--peers/--no-peers", help="Measure transformers' own forward in the same turns.")
+    ] = True,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the results.")] = None,
 ) -> None:
-    """Measure the schedules side by side: eight prompts, one at a time, greedy, on a cell of their own.
+    """Measure one model's passes, against the time in which its weights are read once by the same linear kernel.
+
+    A pass over few tokens should cost little more than that.  On a CPU it runs on one core, as an actor does.
 
     \b
     Examples:
-      paceline bench schedules
-      paceline bench schedules --drafter ./my-drafter --k 6 --tokens 128
+      paceline bench engine
+      paceline bench engine --target smollm2-135m --dtype float32 --nodes 0,8 --no-peers
     """
     with _reported():
         from paceline.cluster import commands
 
-        commands.bench_schedules(commands.configure(target, drafter, device, dtype, k=k), tokens)
+        config = commands.configure(target, ["none"], device, dtype)
+        commands.bench_engine(config, nodes, cached, rounds, int8, peers, json)
+
+
+@bench.command("run")
+def bench_run(
+    target: Target = None,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="X",
+            help="The drafter of a cell; may be given several times, for a cell each. A model, ngram, int8 (the "
+            "target's own weights in int8), oracle:alpha=0.8,cost=0.1 (synthetic), none, or several in one cell, "
+            "joined by +. [default: ngram]",
+        ),
+    ] = None,
+    drafter_vocab: DrafterVocab = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    schedules: Annotated[
+        str | None, typer.Option(metavar="S,...", help="The schedules; plain is always among them. [default: all]")
+    ] = None,
+    batch: Annotated[str, typer.Option(metavar="N,...", help="How many requests run at once.")] = "1",
+    temperature: Annotated[str, typer.Option(metavar="X,...", help="0 is greedy.")] = "0",
+    k: Annotated[
+        str, typer.Option(metavar="K,...", help="Draft depths; sync, pearl, amusd and saguaro are run at each.")
+    ] = "4",
+    fanout: Fanout = None,
+    width: Width = None,
+    budget: Budget = None,
+    prompts: Annotated[
+        int, typer.Option(min=1, metavar="N", help="How many of the 84 prompts, taken from all six classes in turn.")
+    ] = 12,
+    tokens: Annotated[int, typer.Option(min=2, metavar="N", help="The most tokens per answer.")] = 64,
+    link_delay: Annotated[
+        float, typer.Option(min=0, metavar="MS", help="Hold up every message between the actors by this.")
+    ] = 0.0,
+    peers: Annotated[
+        bool, typer.Option("--peers/--no-peers", help="Measure transformers and llama.cpp beside the first drafter.")
+    ] = True,
+    gguf: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The target's weights for llama.cpp, if it cannot find them.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the results, as they come.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Save a page with charts.")] = None,
+    trace: Trace = None,
+) -> None:
+    """Measure schedules and drafters side by side, on the same prompts, in turns, beside other systems.
+
+    A cell is started per --drafter, and every prompt is answered under every schedule before the next one, so that
+    slow minutes fall on all alike.  First of all everything answers one prompt unmeasured, to warm up.  Answers end
+    where the model ends them.  Peers answer one prompt at a time, greedily, on the verifier's core, and on that of
+    the drafter too.  Ctrl-C ends it, with the results up to the last complete prompt.
+
+    \b
+    Examples:
+      paceline bench run
+      paceline bench run --drafter ngram --drafter int8 --batch 1,8 --temperature 0,0.8 --json r.json --html r.html
+      paceline bench run --drafter oracle:alpha=0.8,cost=0.1 --schedules sync,pearl,saguaro --k 2,4,6 --no-peers
+    """
+    with _reported():
+        from paceline.cluster import commands
+
+        settings: dict[str, object] = {"link_delay": link_delay / 1e3, "drafter_vocab": drafter_vocab}
+        settings |= {"fanout": fanout, "width": width, "budget": budget}
+        configs = commands.bench_configs(drafter, target, device, dtype, **settings)
+        plan = commands.bench_plan(schedules, k, batch, temperature, tokens, prompts, configs[0].speculation)
+        commands.bench_run(configs, plan, peers, commands.BenchFiles(json, html, trace, gguf))
 
 
 @contextmanager

@@ -4,42 +4,84 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from paceline.actors.schedules import MAX_K, SCHEDULES
+from paceline.actors.schedules import AUTO, MAX_BUDGET, MAX_FANOUT, MAX_K, MAX_WIDTH, SCHEDULES
+from paceline.actors.values import Speculation
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-NGRAM = "ngram"
-NONE = "none"
+NGRAM, INT8, NONE = "ngram", "int8", "none"
+ORACLE = "oracle:"
+MAX_DRAFTERS = 16
+
+_DEFAULT = Speculation()
 
 
 class CellConfig(BaseModel):
-    """One verifier, one drafter, and how they work.
+    """One verifier, its drafters, and how they work.
 
-    target: a Hugging Face directory, a .gguf file, a hub id or an alias.  drafter: the same, or "ngram" (prompt
-    lookup), or "none".  schedule, k: what a request gets that does not choose for itself.
+    target: a Hugging Face directory, a .gguf file, a hub id or an alias.
+    drafters: each the same, or "ngram" (prompt lookup), or "int8" (the target's own weights in int8), or "oracle:..."
+    (synthetic, for measurements); ("none",) is no drafter.
+    drafters_per_session: how many drafters grow one request's draft together; prompt lookup comes on top.
+    drafter_vocab: the token ids that the heads of model drafters keep, a file of them or how many; see vocab.head_ids.
+    schedule, k, fanout, width, budget: what a request gets that does not choose for itself.
     dtype: "auto" is bfloat16 where the device computes in it, else float32.
     kv_tokens: cached positions over all sessions, in each actor.
     link_frames: drafts travel through host memory (gloo) or device memory (NCCL); "auto" is the device's own memory.
     link_deadline: seconds of silence after which a drafter counts as lost.
+    link_delay: seconds by which every message between verifier and drafters is held up, for measurements.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     target: str = "smollm2-135m"
-    drafter: str = NGRAM
+    drafters: Annotated[tuple[str, ...], Field(max_length=MAX_DRAFTERS)] = (NGRAM,)
+    drafters_per_session: Annotated[int, Field(ge=1, le=MAX_DRAFTERS)] = 1
+    drafter_vocab: Annotated[int, Field(ge=1)] | Annotated[str, Field(min_length=1)] | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    schedule: str = "amusd"
-    k: Annotated[int, Field(ge=1, le=MAX_K)] = 4
+    schedule: str = _DEFAULT.schedule
+    k: Annotated[int, Field(ge=1, le=MAX_K)] = _DEFAULT.k
+    fanout: Annotated[int, Field(ge=1, le=MAX_FANOUT)] = _DEFAULT.fanout
+    width: Annotated[int, Field(ge=1, le=MAX_WIDTH)] = _DEFAULT.width
+    budget: Annotated[int, Field(ge=1, le=MAX_BUDGET)] = _DEFAULT.budget
     kv_tokens: Annotated[int, Field(ge=256)] = 16384
     max_sessions: Annotated[int, Field(ge=1, le=1024)] = 16
     max_queue: Annotated[int, Field(ge=0)] = 256
     link_frames: Literal["auto", "host", "device"] = "auto"
     link_deadline: Annotated[float, Field(gt=0)] = 3.0
+    link_delay: Annotated[float, Field(ge=0, le=10)] = 0.0
     start_timeout: Annotated[float, Field(gt=0)] = 300.0
 
     @field_validator("schedule")
     @classmethod
     def _known_schedule(cls, name: str) -> str:
-        if name not in SCHEDULES:
-            raise ValueError(f"unknown schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
+        if name not in (*SCHEDULES, AUTO):
+            raise ValueError(f"unknown schedule {name!r}; choose one of {', '.join((*SCHEDULES, AUTO))}")
         return name
+
+    @field_validator("drafter_vocab", mode="before")
+    @classmethod
+    def _a_number_where_it_looks_like_one(cls, wanted: object) -> object:
+        return int(wanted) if isinstance(wanted, str) and wanted.isdecimal() else wanted
+
+    @field_validator("drafters")
+    @classmethod
+    def _known_drafters(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if NONE in names:
+            if len(names) > 1:
+                raise ValueError(f'"{NONE}" means no drafter at all; leave it out, or the others')
+            return ()
+        if "" in names:
+            raise ValueError("a drafter's name is empty; give a model, or ngram")
+        for name in names:
+            if name.startswith(ORACLE):
+                # Imported here, since it brings torch along, which a client of a server never needs.
+                from paceline.actors.oracle import parse_oracle
+
+                parse_oracle(name)
+        return names
+
+    @property
+    def speculation(self) -> Speculation:
+        """What a request gets that does not choose for itself; without a drafter there is nothing to wait for."""
+        return Speculation(self.schedule if self.drafters else "plain", self.k, self.fanout, self.width, self.budget)

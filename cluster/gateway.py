@@ -21,10 +21,10 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from paceline.actors.schedules import MAX_K, SCHEDULES
+from paceline.actors.schedules import MAX_BUDGET, MAX_FANOUT, MAX_K, MAX_WIDTH
 from paceline.actors.values import Delta, Finish, Request, Sampling, Speculation
 from paceline.cluster.backend import Backend, BackendError
-from paceline.cluster.requests import Codec, Invalid, check
+from paceline.cluster.requests import SCHEDULE_NAMES, Codec, Invalid, check
 from paceline.v1 import generation_pb2 as pb
 from paceline.v1 import generation_pb2_grpc as pb_grpc
 
@@ -246,15 +246,21 @@ class _Servicer(pb_grpc.GenerationServiceServicer):
         model = self._backend.model
         return pb.GetModelResponse(
             target=model.target,
-            drafter=model.drafter,
+            drafters=model.drafters,
             dtype=model.dtype,
             context_length=model.context_length,
             vocab_size=model.vocab_size,
             has_chat_template=self._codec.has_chat_template,
             default_schedule=model.speculation.schedule,
+            schedules=SCHEDULE_NAMES,
             default_k=model.speculation.k,
-            schedules=list(SCHEDULES),
             max_k=MAX_K,
+            default_fanout=model.speculation.fanout,
+            max_fanout=MAX_FANOUT,
+            default_width=model.speculation.width,
+            max_width=MAX_WIDTH,
+            default_budget=model.speculation.budget,
+            max_budget=MAX_BUDGET,
         )
 
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:  # noqa: N802
@@ -377,6 +383,9 @@ def _finish(finish: Finish, request_id: str) -> pb.Finish:
             accepted=stats.accepted,
             verify_passes=stats.verify_passes,
             acceptance_length=finish.acceptance_length,
+            hits=stats.hits,
+            waited_seconds=stats.waited,
+            positions=[pb.PositionStats(drafted=drafted, accepted=accepted) for drafted, accepted in stats.positions],
         ),
         request_id=request_id,
     )

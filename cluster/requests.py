@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
-from paceline.actors.schedules import MAX_K, SCHEDULES
+from paceline.actors.schedules import AUTO, MAX_BUDGET, MAX_FANOUT, MAX_K, MAX_WIDTH, SCHEDULES
 from paceline.actors.values import Request, Sampling, Speculation
 from paceline.cluster.backend import ModelInfo
 from paceline.v1 import generation_pb2 as pb
@@ -17,6 +17,7 @@ from paceline.v1 import generation_pb2 as pb
 DEFAULT_MAX_TOKENS = 256
 MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_IDS = 16, 256, 256
 ROLES = ("system", "user", "assistant")
+SCHEDULE_NAMES = (*SCHEDULES, AUTO)
 # Logits divided by less than this may overflow float32.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 100.0
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -142,12 +143,28 @@ def _in_vocabulary(field: str, ids: Sequence[int], vocab_size: int) -> None:
 
 def _speculation(options: pb.SpeculationOptions, default: Speculation) -> Speculation:
     schedule = options.schedule if options.HasField("schedule") else default.schedule
-    if schedule not in SCHEDULES:
-        raise Invalid("speculation.schedule", f"must be one of {', '.join(SCHEDULES)}, got {_show(schedule)}")
-    k = options.k if options.HasField("k") else default.k
-    if not 1 <= k <= MAX_K:
-        raise Invalid("speculation.k", f'must be from 1 to {MAX_K}, got {k}; schedule "plain" turns drafting off')
-    return Speculation(schedule, k)
+    if schedule not in SCHEDULE_NAMES:
+        raise Invalid("speculation.schedule", f"must be one of {', '.join(SCHEDULE_NAMES)}, got {_show(schedule)}")
+    return Speculation(
+        schedule,
+        _number(options, "k", default.k, MAX_K, '; schedule "plain" turns drafting off'),
+        _number(options, "fanout", default.fanout, MAX_FANOUT),
+        _number(options, "width", default.width, MAX_WIDTH),
+        _number(options, "budget", default.budget, MAX_BUDGET),
+    )
+
+
+def _number(
+    options: pb.SpeculationOptions,
+    name: Literal["k", "fanout", "width", "budget"],
+    default: int,
+    most: int,
+    cure: str = "; leave it out for the server's default",
+) -> int:
+    number: int = getattr(options, name) if options.HasField(name) else default
+    if not 1 <= number <= most:
+        raise Invalid(f"speculation.{name}", f"must be from 1 to {most}, got {number}{cure}")
+    return number
 
 
 def _prompt(proto: pb.GenerateRequest, codec: Codec, model: ModelInfo) -> tuple[int, ...]:

@@ -70,20 +70,24 @@ def as_object(answer: Answer, finish: pb.Finish) -> Mapping[str, Any]:
             "accepted": stats.accepted,
             "verify_passes": stats.verify_passes,
             "acceptance_length": stats.acceptance_length,
+            "hits": stats.hits,
+            "waited_seconds": stats.waited_seconds,
+            "positions": [{"drafted": at.drafted, "accepted": at.accepted} for at in stats.positions],
         },
     }
 
 
 def statistics(answer: Answer, finish: pb.Finish) -> str:
-    """One line: how fast, how many tokens per pass, how many of them were drafted."""
+    """One line: how fast, how many tokens per pass, how many of them were drafted, how often a draft was there."""
     tokens, stats = finish.usage.completion_tokens, finish.speculation
     seconds = (answer.ended_at or answer.started_at) - answer.started_at
     first = (answer.first_at or answer.started_at) - answer.started_at
     rate = tokens / seconds if seconds else 0.0
     share = stats.accepted / tokens if tokens else 0.0
+    hits = f"hit rate {stats.hits / stats.verify_passes:.0%} · " if stats.drafted and stats.verify_passes else ""
     return (
         f"{tokens} tokens in {seconds:.1f} s, {rate:.1f} tokens/s (first after {first:.1f} s) · "
-        f"acceptance length {stats.acceptance_length:.2f} · {share:.0%} drafted · "
+        f"acceptance length {stats.acceptance_length:.2f} · {share:.0%} drafted · {hits}"
         f"{stats.schedule} · {reason(finish)} · seed {finish.seed}"
     )
 

@@ -34,8 +34,8 @@ def _drafted_again(cell: Any) -> bool:
 
 
 def _drafter_pid(cell: Any) -> int:
-    until(lambda: cell.status()["drafter"] is not None, "an answer of the drafter")
-    pid: int = cell.status()["drafter"]["pid"]
+    until(lambda: cell.status()["drafters"]["drafter-0"] is not None, "an answer of the drafter")
+    pid: int = cell.status()["drafters"]["drafter-0"]["pid"]
     return pid
 
 
@@ -106,4 +106,4 @@ def test_a_closed_stream_frees_its_session_within_a_pass(cell: Any) -> None:
 
     asyncio.run(leave_early())
     until(lambda: cell.status()["verifier"]["sessions"] == 0, "the end of the session", 5.0)
-    until(lambda: cell.status()["drafter"]["sessions"] == 0, "the end of its draft", 5.0)
+    until(lambda: cell.status()["drafters"]["drafter-0"]["sessions"] == 0, "the end of its draft", 5.0)

@@ -23,7 +23,7 @@ def cell(smollm2_dir: Path) -> Iterator[Any]:
     from paceline.cluster.config import CellConfig
 
     name = str(smollm2_dir)
-    with Cell.start(CellConfig(target=name, drafter=name, dtype="float32", kv_tokens=1024)) as cell:
+    with Cell.start(CellConfig(target=name, drafters=(name,), dtype="float32", kv_tokens=1024)) as cell:
         yield cell
 
 

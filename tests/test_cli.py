@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import pty
@@ -17,8 +18,9 @@ from typing import Any
 
 import pytest
 import typer
-from paceline.actors.values import Delta, Request, Sampling, Speculation
+from paceline.actors.values import Delta, Request, Sampling, Speculation, Stats
 from paceline.cluster import commands, terminal
+from paceline.cluster.backend import BackendError
 from paceline.cluster.cli import app
 from paceline.cluster.config import CellConfig
 from paceline.cluster.gateway import RunningGateway, serve
@@ -26,7 +28,7 @@ from scripted import ByteCodec, ScriptedBackend, endless, finish, hello
 from typer.testing import CliRunner, Result
 
 HERE = Path(__file__).parent
-COMMANDS = [["up"], ["generate"], ["chat"], ["models"], ["bench"], ["bench", "link"]]
+COMMANDS = [["up"], ["generate"], ["chat"], ["models"], ["bench"], ["bench", "link"], ["bench", "run"]]
 
 
 class Server:
@@ -100,8 +102,18 @@ def test_generate_streams_text_to_stdout_and_statistics_to_stderr(server: Server
     result = paceline("generate", "--address", server.gateway.address, "--seed", "5", "hi")
     assert (result.exit_code, result.stdout) == (0, "héllo wörld\n")
     assert result.stderr.count("\n") == 1
-    for part in ("6 tokens", "tokens/s", "acceptance length 2.00", "33% drafted", "amusd", "stop", "seed 5"):
+    for part in ("6 tokens", "tokens/s", "acceptance length 2.00", "33% drafted", "hit rate 33%", "auto", "seed 5"):
         assert part in result.stderr
+
+
+def test_the_hit_rate_is_told_where_there_were_drafts_only(server: Server):
+    async def undrafted(request: Request) -> AsyncIterator[Delta]:
+        end = finish(request, 1)
+        yield Delta((1,), "x", dataclasses.replace(end, stats=Stats("plain", verify_passes=1)))
+
+    server.backend.script = undrafted
+    result = paceline("generate", "--address", server.gateway.address, "hi")
+    assert "0% drafted · plain · stop" in result.stderr
 
 
 def test_json_is_one_object_with_exactly_the_promised_keys(server: Server):
@@ -114,11 +126,14 @@ def test_json_is_one_object_with_exactly_the_promised_keys(server: Server):
         "seed": 2**64 - 1,
         "usage": {"prompt_tokens": 8, "completion_tokens": 6},
         "speculation": {
-            "schedule": "amusd",
+            "schedule": "auto",
             "drafted": 8,
             "accepted": 2,
             "verify_passes": 3,
             "acceptance_length": 2.0,
+            "hits": 1,
+            "waited_seconds": 0.25,
+            "positions": [{"drafted": 5, "accepted": 2}, {"drafted": 3, "accepted": 0}],
         },
     }
     assert "tokens/s" in result.stderr
@@ -131,11 +146,12 @@ def test_the_chat_template_is_used_unless_raw(server: Server):
 
 
 def test_every_option_reaches_the_server(server: Server):
-    options = "--schedule sync --k 7 --temperature 0.7 --top-p 0.9 --top-k 5 --min-p 0.1 --seed 3 --max-tokens 9"
+    options = "--schedule sync --k 7 --fanout 2 --width 3 --budget 5 "
+    options += "--temperature 0.7 --top-p 0.9 --top-k 5 --min-p 0.1 --seed 3 --max-tokens 9"
     paceline("generate", "--address", server.gateway.address, *options.split(), "--stop", "a", "--stop", "b c", "hi")
     (request,) = server.backend.requests
     assert request.sampling == Sampling(0.7, 5, 0.9, 0.1, 3)
-    assert request.speculation == Speculation("sync", 7)
+    assert request.speculation == Speculation("sync", 7, 2, 3, 5)
     assert (request.max_tokens, request.stop) == (9, ("a", "b c"))
 
 
@@ -143,7 +159,7 @@ def test_what_is_not_said_is_left_to_the_server(server: Server):
     for _ in range(2):
         paceline("generate", "--address", server.gateway.address, "hi")
     first, second = server.backend.requests
-    assert (first.speculation, first.max_tokens, first.stop) == (Speculation("amusd", 4), 56, ())
+    assert (first.speculation, first.max_tokens, first.stop) == (Speculation("auto", 4), 56, ())
     assert first.sampling.temperature == 0
     assert first.sampling.seed != second.sampling.seed
 
@@ -167,7 +183,13 @@ BAD = [
     (["--top-p", "0"], "sampling.top_p"),
     (["--min-p", "2"], "sampling.min_p"),
     (["--k", "0"], "speculation.k: must be from 1 to 32"),
-    (["--schedule", "magic"], "speculation.schedule: must be one of plain, sync, amusd"),
+    (["--fanout", "9"], "speculation.fanout: must be from 1 to 8"),
+    (["--width", "0"], "speculation.width: must be from 1 to 16"),
+    (["--budget", "65"], "speculation.budget: must be from 1 to 64"),
+    (["--schedule", "magic"], "speculation.schedule: must be one of plain, sync, pearl, amusd"),
+    (["--trace", "trace.json"], "--trace is for who starts the cell"),
+    (["--trace", "no/such/folder/trace.json"], "--trace: no/such/folder/trace.json cannot be written"),
+    (["--drafter", "ngram"], "--drafter is settled"),
     (["--max-tokens", "0"], "max_tokens: must be at least 1"),
     (["--max-tokens", "57"], "max_tokens: must be from 1 to 56"),
     (["--stop", ""], "stop[0]"),
@@ -347,6 +369,31 @@ def test_without_an_address_a_cell_is_started_used_and_stopped():
     assert "tokens/s" in statistics
 
 
+def test_several_drafters_are_started():
+    code, _, err = ended(spawn("generate", "--target", "x", "--drafter", "y", "--drafter", "ngram", "hi"))
+    assert code == 0
+    assert err.splitlines()[:2] == ["starting", "starting x with y and ngram"]
+
+
+def test_a_timeline_is_written_before_the_cell_is_stopped(tmp_path: Path):
+    path = tmp_path / "trace.json"
+    code, out, err = ended(spawn("generate", "--trace", str(path), "hi"))
+    assert (code, out) == (0, "héllo wörld\n")
+    told, stopped = (next(i for i, line in enumerate(err.splitlines()) if part in line) for part in ("perf", "stopped"))
+    assert told < stopped
+    assert str(path) in err
+    assert any(event["name"] == "verify" for event in json.loads(path.read_text())["traceEvents"])
+
+
+def test_a_timeline_is_written_of_an_answer_that_was_cut_short(tmp_path: Path):
+    process = spawn("generate", "--trace", str(tmp_path / "trace.json"), "hi", behaviour="endless")
+    assert process.stdout is not None
+    assert process.stdout.read(5) == "first"
+    process.send_signal(signal.SIGINT)
+    assert ended(process)[0] == 130
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
 def test_ctrl_c_during_an_answer_stops_the_cell():
     process = spawn("generate", "hi", behaviour="endless")
     assert process.stdout is not None
@@ -443,6 +490,14 @@ def test_up_finds_a_taken_port_before_it_loads_anything(server: Server):
     [
         (["--schedule", "magic"], "--schedule: unknown schedule 'magic'; choose one of plain"),
         (["--k", "99"], "--k: Input should be less than or equal to 32"),
+        (["--fanout", "9"], "--fanout: Input should be less than or equal to 8"),
+        (["--width", "17"], "--width: Input should be less than or equal to 16"),
+        (["--budget", "65"], "--budget: Input should be less than or equal to 64"),
+        (["--drafters-per-session", "0"], "--drafters-per-session"),
+        (["--drafter", "none", "--drafter", "ngram"], '--drafter: "none" means no drafter at all'),
+        (["--drafter", "oracle:alpha=2,cost=0.1"], "--drafter: the oracle's alpha must be between 0 and 1, got 2.0"),
+        (["--drafter", "oracle:alpha=0.8"], '--drafter: "oracle:alpha=0.8" lacks cost'),
+        (["--trace", "no/such/folder/t.json"], "--trace: no/such/folder/t.json cannot be written"),
         (["--kv-tokens", "1"], "--kv-tokens: Input should be greater than or equal to 256"),
         (["--max-sessions", "0"], "--max-sessions"),
         (["--max-queue", "-1"], "--max-queue"),
@@ -451,6 +506,30 @@ def test_up_finds_a_taken_port_before_it_loads_anything(server: Server):
 )
 def test_up_refuses_a_wrong_configuration(options: list[str], message: str):
     failed(paceline("up", *options), 2, message)
+
+
+class FlickeringCell:
+    """A cell whose drafters come and go."""
+
+    def __init__(self, *seen: tuple[str, ...]) -> None:
+        self.seen = seen
+
+    async def watch_drafters(self) -> AsyncIterator[frozenset[str]]:
+        for seen in self.seen:
+            yield frozenset(seen)
+        raise BackendError("the verifier is gone")
+
+
+def test_up_tells_when_a_drafter_is_lost_and_when_it_is_back(capsys: pytest.CaptureFixture[str]):
+    one, two = "drafter-0 (ngram)", "drafter-1 (small)"
+    cell: Any = FlickeringCell((), (one,), (one, two), (one, two), (two,), (), (two,), (one, two))
+    asyncio.run(commands._watch_drafters(cell))
+    assert capsys.readouterr().err.splitlines() == [
+        f"{one} is lost; requests go on without it",
+        f"{two} is lost; requests go on without it",
+        f"{two} is back",
+        f"{one} is back",
+    ]
 
 
 # chat
@@ -524,9 +603,14 @@ def test_help_mentions_every_flag_and_gives_an_example(command: list[str]):
 
 def test_help_states_the_defaults_that_hold():
     _, _, text = " ".join(paceline("up", "--help").stdout.split()).partition("Options:")
-    for name in ("target", "drafter", "device", "dtype", "kv_tokens", "max_sessions", "max_queue"):
+    names = ("target", "device", "dtype", "drafters_per_session", "kv_tokens", "max_sessions", "max_queue")
+    numbers = ("schedule", "k", "fanout", "width", "budget")
+    expected = {name: CellConfig.model_fields[name].default for name in (*names, *numbers)}
+    expected["drafter"] = " ".join(CellConfig.model_fields["drafters"].default)
+    for name, default in expected.items():
         _, _, after = text.partition(f"--{name.replace('_', '-')} ")
-        assert f"[default: {CellConfig.model_fields[name].default}]" in after.split(" --")[0]
+        told = f"[default: {default}" + (", or the server's]" if name in numbers else "]")
+        assert told in after.split(" --")[0]
 
 
 def test_the_commands_are_all_there():

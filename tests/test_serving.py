@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import table_models as tables
 from conftest import TableModel
 from local_cell import Answer, LocalCell, engine_of
-from paceline.actors.drafters import Drafter, ModelDrafter, NgramDrafter
+from paceline.actors.drafters import RUN_AHEAD, Drafter, ModelDrafter, NgramDrafter
 from paceline.actors.engine import Feed
 from paceline.actors.memory_link import Chaos
 from paceline.actors.messages import Close, Open, decode, encode
+from paceline.actors.schedules import plan_of
 from paceline.actors.values import Delta, Request, Sampling, Speculation
 from paceline.actors.verifier import Cancel, Submit, VerifierSettings
 from torch import Tensor
@@ -72,14 +75,24 @@ DRAFTERS = {
 
 
 # schedule, k, turns of the drafter per turn of the verifier
-RUNS = (("sync", 4, 3.0), ("amusd", 7, 2.0), ("sync", 1, 1.0), ("amusd", 4, 0.5))
+RUNS = (
+    ("sync", 4, 3.0),
+    ("amusd", 7, 2.0),
+    ("saguaro", 3, 6.0),
+    ("sync", 1, 1.0),
+    ("amusd", 4, 0.5),
+    ("pearl", 5, 2.0),
+    ("pearl", 1, 3.0),
+    ("saguaro", 1, 1.0),
+    ("swiftspec", 4, 3.0),
+)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
 @pytest.mark.parametrize("name", [*DRAFTERS, "ngram"])
 def test_no_drafter_changes_a_token(name: str, sampling: Sampling, target: Path, table_model: TableModel) -> None:
     expected = _plain(target, sampling)
-    for schedule, k, speed in RUNS if name == "blurred" else RUNS[:2]:
+    for schedule, k, speed in RUNS if name == "blurred" else RUNS[:3]:
         drafter: Drafter = NgramDrafter()
         if name != "ngram":
             drafter = ModelDrafter(engine_of(table_model(DRAFTERS[name](_table()))))
@@ -102,11 +115,29 @@ def _check_counts(name: str, sampling: Sampling, cell: LocalCell, answers: list[
         assert accepted == 0
     elif name == "outside the vocabulary":
         assert cell.verifier.counters["out_of_vocabulary_nodes"] > 0
-        assert drafted == 0
     elif name == "NaN":
         assert drafted == 0
     elif name == "blurred":
         assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_numbers_of_a_plan_change_a_token(seed: int, target: Path, table_model: TableModel) -> None:
+    """Any schedule, k, F, w and B, any speed of the drafter, greedy and warm, while they also differ within a batch."""
+    rng = random.Random(seed)
+    sampling = (GREEDY, WARM)[seed % 2]
+    expected = _plain(target, sampling)
+    requests = []
+    for request in _requests(sampling, "plain"):
+        numbers = (rng.randint(1, 9), rng.randint(1, 4), rng.randint(1, 6), rng.randint(1, 20))
+        chosen = Speculation(rng.choice(("sync", "pearl", "amusd", "saguaro", "swiftspec", "auto")), *numbers)
+        requests.append(replace(request, speculation=chosen))
+    drafter = ModelDrafter(engine_of(table_model(tables.blurred(_table(), seed=seed)), kv_tokens=4096))
+    cell = LocalCell(target, drafter, speed=rng.choice((0.5, 2.0, 8.0)), seed=seed)
+    answers = cell.run(requests)
+    assert [a.tokens for a in answers] == expected
+    assert _total(answers, "accepted") > 0
+    cell.settle()
 
 
 def test_sync_accepts_k_and_the_bonus_token_of_a_right_drafter(target: Path) -> None:
@@ -325,6 +356,85 @@ def test_a_request_that_cannot_start_leaves_nothing_behind(target: Path) -> None
     cell.settle()
 
 
+def _two_drafters(target: Path, first: Drafter, second: Drafter, **options: Any) -> LocalCell:
+    """A cell whose session may be grown by both."""
+    cell = LocalCell(target, first, **options)
+    cell.add_drafter("drafter-1", second)
+    return cell
+
+
+class TestSeveralDrafters:
+    def test_sessions_are_spread_over_model_drafters(self, target: Path) -> None:
+        cell = _two_drafters(target, ModelDrafter(engine_of(target)), ModelDrafter(engine_of(target)))
+        for request in _requests(GREEDY, "amusd")[:2]:
+            cell.submit(request)
+        cell.turn_verifier()
+        attached = [set(session.feeders) for session in cell.verifier.sessions.values()]
+        assert sorted(attached, key=sorted) == [{"drafter-0"}, {"drafter-1"}]
+
+    @pytest.mark.parametrize("schedule", ["amusd", "saguaro", "swiftspec"])
+    @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
+    def test_two_grow_one_session_and_equal_paths_are_one(
+        self, schedule: str, sampling: Sampling, target: Path, table_model: TableModel
+    ) -> None:
+        """One is right from time to time, the other one at other times; both name their nodes 1, 2, 3 ..."""
+        first, second = (
+            ModelDrafter(engine_of(table_model(tables.blurred(_table(), seed=seed)), kv_tokens=4096)) for seed in (2, 3)
+        )
+        settings = VerifierSettings(drafters_per_session=2)
+        cell = _two_drafters(target, first, second, settings=settings, speed=4.0)
+        answers = cell.run(_requests(sampling, schedule))
+        assert [a.tokens for a in answers] == _plain(target, sampling)
+        assert _total(answers, "accepted") > 0
+        assert cell.verifier.counters["repeated_nodes"] > 0
+        cell.settle()
+
+    def test_retrieval_stands_in_while_a_model_drafter_is_stuck(self, target: Path) -> None:
+        cell = LocalCell(target, ModelDrafter(engine_of(target)), speed=0.0)
+        cell.add_drafter("lookup", NgramDrafter(), retrieval=True)
+        looping = Request("loop", (3, 4, 5) * 8, GREEDY, LENGTH, speculation=Speculation("amusd", 4))
+        cell.submit(looping)
+        cell.turn_verifier()
+        (session,) = cell.verifier.sessions.values()
+        assert set(session.feeders) == {"drafter-0", "lookup"}
+        while not cell.finish("loop"):
+            cell.turn_drafter("lookup")
+            cell.turn_verifier()
+        assert cell.answer("loop").stats.drafted > 0
+
+    def test_one_is_lost_and_comes_back(self, target: Path) -> None:
+        first, second = (ModelDrafter(engine_of(target)) for _ in range(2))
+        cell = _two_drafters(target, first, second, settings=VerifierSettings(drafters_per_session=2))
+        end = cell.ends["drafter-1"][0]
+
+        def flap(step: int) -> None:
+            if step % 24 == 12:
+                end.down()
+            elif step % 24 == 23:
+                end.up()
+
+        answers = cell.run(_requests(GREEDY, "amusd"), flap)
+        assert [a.tokens for a in answers] == _plain(target, GREEDY)
+        cell.settle()
+
+    def test_one_drafter_serves_two_verifiers(self, target: Path) -> None:
+        """Both have a session in slot 0, of the same epoch."""
+        one = LocalCell(target, ModelDrafter(engine_of(target)))
+        two = LocalCell(target, NgramDrafter(), settings=VerifierSettings(drafters_per_session=2))
+        two.connect("shared", one.drafters["drafter-0"])
+        requests = _requests(GREEDY, "amusd")[:2]
+        one.submit(requests[0])
+        two.submit(requests[1])
+        while not (one.finish(requests[0].id) and two.finish(requests[1].id)):
+            one.turn_drafter()
+            one.turn_verifier()
+            two.ends["shared"][1].pump()
+            two.turn_verifier()
+        answers = [one.answer(requests[0].id), two.answer(requests[1].id)]
+        assert [a.tokens for a in answers] == _plain(target, GREEDY)[:2]
+        assert all(a.stats.accepted > 0 for a in answers)
+
+
 class _Holding:
     """Text that is held back to the end, as half a stop string is."""
 
@@ -355,8 +465,8 @@ def test_text_that_was_held_back_comes_out_when_a_request_is_cut_short(target: P
 
 
 def test_a_long_prefill_does_not_teach_patience(target: Path) -> None:
-    settings = VerifierSettings(prefill_chunk=8)
-    cell = LocalCell(target, ModelDrafter(engine_of(target)), settings=settings, speed=8.0)
+    settings = VerifierSettings(pass_tokens=8)
+    cell = LocalCell(target, ModelDrafter(engine_of(target)), settings=settings, speed=2.0)
     request = Request("long", tuple(1 + i % 20 for i in range(120)), GREEDY, 20, speculation=Speculation("sync", 4))
     cell.run([request], lambda _: setattr(cell, "now", cell.now + (5.0 if not cell.deltas["long"] else 0.0)))
     assert cell.verifier._patience["drafter-0"].seconds < 0.5
@@ -451,7 +561,7 @@ def test_a_slot_s_next_user_hears_nothing_of_the_last_one(target: Path, table_mo
 
 
 def test_a_drafter_without_room_leaves_a_session_undrafted(target: Path) -> None:
-    cell = LocalCell(target, ModelDrafter(engine_of(target, kv_tokens=256)))
+    cell = LocalCell(target, ModelDrafter(engine_of(target, kv_tokens=RUN_AHEAD + 32)))
     answers = cell.run(_requests(GREEDY, "amusd"))
     assert [a.tokens for a in answers] == _plain(target, GREEDY)
     assert cell.drafter.counters["refused_sessions"] == 2
@@ -474,4 +584,4 @@ def test_the_open_message_of_a_session_says_what_a_drafter_needs(target: Path) -
     cell.verifier_end.pump()
     cell.verifier.take(0)
     message = decode(cell.verifier_end.outbox[-1])
-    assert message == Open(0, 1, request.prompt, request.sampling, request.speculation, request.max_tokens)
+    assert message == Open(0, 1, request.prompt, request.sampling, plan_of(request.speculation), request.max_tokens)

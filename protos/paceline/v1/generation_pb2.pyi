@@ -77,12 +77,18 @@ class SamplingOptions(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class SpeculationOptions(_message.Message):
-    __slots__ = ("schedule", "k")
+    __slots__ = ("schedule", "k", "fanout", "width", "budget")
     SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     K_FIELD_NUMBER: _ClassVar[int]
+    FANOUT_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_FIELD_NUMBER: _ClassVar[int]
     schedule: str
     k: int
-    def __init__(self, schedule: _Optional[str] = ..., k: _Optional[int] = ...) -> None: ...
+    fanout: int
+    width: int
+    budget: int
+    def __init__(self, schedule: _Optional[str] = ..., k: _Optional[int] = ..., fanout: _Optional[int] = ..., width: _Optional[int] = ..., budget: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("text", "token_ids", "finish")
@@ -117,27 +123,41 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
-    __slots__ = ("schedule", "drafted", "accepted", "verify_passes", "acceptance_length")
+    __slots__ = ("schedule", "drafted", "accepted", "verify_passes", "acceptance_length", "hits", "waited_seconds", "positions")
     SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     VERIFY_PASSES_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    WAITED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
     schedule: str
     drafted: int
     accepted: int
     verify_passes: int
     acceptance_length: float
-    def __init__(self, schedule: _Optional[str] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., verify_passes: _Optional[int] = ..., acceptance_length: _Optional[float] = ...) -> None: ...
+    hits: int
+    waited_seconds: float
+    positions: _containers.RepeatedCompositeFieldContainer[PositionStats]
+    def __init__(self, schedule: _Optional[str] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., verify_passes: _Optional[int] = ..., acceptance_length: _Optional[float] = ..., hits: _Optional[int] = ..., waited_seconds: _Optional[float] = ..., positions: _Optional[_Iterable[_Union[PositionStats, _Mapping]]] = ...) -> None: ...
+
+class PositionStats(_message.Message):
+    __slots__ = ("drafted", "accepted")
+    DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    drafted: int
+    accepted: int
+    def __init__(self, drafted: _Optional[int] = ..., accepted: _Optional[int] = ...) -> None: ...
 
 class GetModelRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("target", "drafter", "dtype", "context_length", "vocab_size", "has_chat_template", "default_schedule", "default_k", "schedules", "max_k")
+    __slots__ = ("target", "drafters", "dtype", "context_length", "vocab_size", "has_chat_template", "default_schedule", "default_k", "schedules", "max_k", "default_fanout", "max_fanout", "default_width", "max_width", "default_budget", "max_budget")
     TARGET_FIELD_NUMBER: _ClassVar[int]
-    DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    DRAFTERS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -146,8 +166,14 @@ class GetModelResponse(_message.Message):
     DEFAULT_K_FIELD_NUMBER: _ClassVar[int]
     SCHEDULES_FIELD_NUMBER: _ClassVar[int]
     MAX_K_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_FANOUT_FIELD_NUMBER: _ClassVar[int]
+    MAX_FANOUT_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    MAX_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    MAX_BUDGET_FIELD_NUMBER: _ClassVar[int]
     target: str
-    drafter: str
+    drafters: _containers.RepeatedScalarFieldContainer[str]
     dtype: str
     context_length: int
     vocab_size: int
@@ -156,4 +182,10 @@ class GetModelResponse(_message.Message):
     default_k: int
     schedules: _containers.RepeatedScalarFieldContainer[str]
     max_k: int
-    def __init__(self, target: _Optional[str] = ..., drafter: _Optional[str] = ..., dtype: _Optional[str] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., has_chat_template: bool = ..., default_schedule: _Optional[str] = ..., default_k: _Optional[int] = ..., schedules: _Optional[_Iterable[str]] = ..., max_k: _Optional[int] = ...) -> None: ...
+    default_fanout: int
+    max_fanout: int
+    default_width: int
+    max_width: int
+    default_budget: int
+    max_budget: int
+    def __init__(self, target: _Optional[str] = ..., drafters: _Optional[_Iterable[str]] = ..., dtype: _Optional[str] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., has_chat_template: bool = ..., default_schedule: _Optional[str] = ..., default_k: _Optional[int] = ..., schedules: _Optional[_Iterable[str]] = ..., max_k: _Optional[int] = ..., default_fanout: _Optional[int] = ..., max_fanout: _Optional[int] = ..., default_width: _Optional[int] = ..., max_width: _Optional[int] = ..., default_budget: _Optional[int] = ..., max_budget: _Optional[int] = ...) -> None: ...
