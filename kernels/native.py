@@ -28,7 +28,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1}
 HEAD_LIMIT = 1024
 """Most elements of one attention head."""
 
-_LEVELS = 4
+_LEVELS = 5
 _PAGE = mmap.PAGESIZE
 
 

@@ -43,12 +43,6 @@ INLINE void fetch_lines(const char *from, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += LINE) __builtin_prefetch(from + line, 0, 2);
 }
 
-/* A row's elements i to i + LANES - 1, zero beyond its end. */
-INLINE VF load_padded(const float *x, int64_t i, int64_t size) {
-  int64_t n = size - i < LANES ? size - i : LANES;
-  return n == LANES ? load(x, i, FLOAT32) : n > 0 ? load_some(x, i, n, FLOAT32) : (VF){0};
-}
-
 /* [rows][columns] of float32 -> [blocks][rows][32] of bfloat16. */
 INLINE void round_rows(const float *x, int rows, int64_t columns, int64_t blocks, uint16_t *rounded) {
   const int64_t depth = LINE / 2;

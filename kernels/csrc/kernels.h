@@ -4,7 +4,7 @@
  *   LANES    floats in a vector
  *   VECTORS  vectors side by side in a panel
  *   ROWS     most rows of a tile: ROWS * VECTORS accumulators have to fit the registers, with a few to spare
- *   AMX      where linear layers shall be computed by it */
+ *   AMX or DOT  where linear layers shall be computed by it */
 #include <math.h>
 #include <stddef.h>
 #include <string.h>
@@ -21,6 +21,9 @@
 #if defined(AMX)
 #include "amx.h"
 #define LINEAR amx_linear
+#elif defined(DOT)
+#include "dot.h"
+#define LINEAR dot_linear
 #else
 #define LINEAR linear
 #endif

@@ -14,7 +14,7 @@
 
 extern const InstructionSet paceline_generic;
 #if defined(__x86_64__)
-extern const InstructionSet paceline_avx2, paceline_avx512;
+extern const InstructionSet paceline_avx2, paceline_avx512, paceline_avx512_bf16;
 #endif
 
 #if defined(__x86_64__) && defined(__linux__)
@@ -30,8 +30,8 @@ static int has_amx(void) {
 }
 #endif
 
-/* The kernels of level 0 (any processor), 1 (AVX2), 2 (AVX-512) or 3 (AVX-512 and AMX), or NULL where the processor or
- * the system lacks them. */
+/* The kernels of level 0 (any processor), 1 (AVX2), 2 (AVX-512), 3 (AVX-512 with
+ * bfloat16) or 4 (AVX-512 and AMX), or NULL where the processor or the system lacks them. */
 EXPORT const InstructionSet *paceline_kernels(int level) {
   if (level == 0) return &paceline_generic;
 #if defined(__x86_64__)
@@ -40,9 +40,10 @@ EXPORT const InstructionSet *paceline_kernels(int level) {
   if (level == 2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
     return &paceline_avx512;
+  if (level == 3 && paceline_kernels(2) && __builtin_cpu_supports("avx512bf16")) return &paceline_avx512_bf16;
 #endif
 #if defined(__x86_64__) && defined(__linux__)
-  if (level == 3 && paceline_kernels(2) && has_amx()) return &paceline_amx;
+  if (level == 4 && paceline_kernels(2) && has_amx()) return &paceline_amx;
 #endif
   return NULL;
 }

@@ -34,6 +34,12 @@ INLINE VF load_some(const void *x, int64_t i, int64_t count, const int64_t type)
   return load(lanes, 0, type);
 }
 
+/* A row's elements i to i + LANES - 1, zero beyond its end. */
+INLINE VF load_padded(const float *x, int64_t i, int64_t size) {
+  int64_t n = size - i < LANES ? size - i : LANES;
+  return n == LANES ? load(x, i, FLOAT32) : n > 0 ? load_some(x, i, n, FLOAT32) : (VF){0};
+}
+
 INLINE void store_some(void *x, int64_t i, int64_t count, VF value, const int64_t type) {
   float lanes[LANES];
   int size = type == FLOAT32 ? 4 : 2;
