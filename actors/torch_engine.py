@@ -15,6 +15,7 @@ import torch
 from paceline.actors.attention import ATTENTION, Layer, UnsupportedModel, probe_layers, refuse_unsupported
 from paceline.actors.blocks import BlockPool, OutOfBlocks, PoolBroken, block_keys
 from paceline.actors.engine import Feed
+from paceline.actors.graphs import Capture, CudaCapture, Graphs, flatten
 from paceline.actors.packed import speed_up
 from paceline.actors.vocabulary import trim_head
 from paceline.kernels.kv_compact import kv_compact
@@ -179,10 +180,18 @@ class TorchEngine:
     kv_tokens: cached positions over all sequences, rounded up to whole blocks.
     block_size: positions per block.
     kernels: the native library's, for a model on the CPU; without them PyTorch attends.
+    capture: what records passes of a fixed shape, for a model whose passes are nothing but launches on a device.
     Raises UnsupportedModel for a model that would not be computed exactly.  Not thread-safe.
     """
 
-    def __init__(self, model: Any, kv_tokens: int, block_size: int = 16, kernels: Kernels | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        kv_tokens: int,
+        block_size: int = 16,
+        kernels: Kernels | None = None,
+        capture: Capture | None = None,
+    ) -> None:
         if kv_tokens < 1 or block_size < 1:
             raise ValueError(f"kv_tokens and block_size must be positive, got {kv_tokens} and {block_size}")
         refuse_unsupported(model.config)
@@ -193,8 +202,10 @@ class TorchEngine:
         self.model = model.eval()
         self._device: torch.device = model.device
         self.pool = BlockPool(-(-kv_tokens // block_size))
-        self._cache = _Cache(probe_layers(model), self.pool.blocks * block_size, model.dtype, self._device)
+        spare = self.pool.blocks  # one block beyond those of the pool
+        self._cache = _Cache(probe_layers(model), (spare + 1) * block_size, model.dtype, self._device)
         self._native = None if kernels is None else _Native(kernels, block_size)
+        self._graphs = None if capture is None else Graphs(self._compute, capture, self._device, block_size, spare)
         self._sequences: dict[int, _Sequence] = {}
         self._ids = itertools.count()
 
@@ -415,24 +426,26 @@ class TorchEngine:
         starts = dict(zip(order, itertools.accumulate((view.new for view in ordered), initial=0), strict=False))
         rows = [starts[i] + row for i, growth in enumerate(growths) for row in growth.feed.rows]
         tokens = [token for i in order for token in growths[i].feed.tokens]
-        positions = [position for view in ordered for position in view.positions]
-        slots = [slot for view in ordered for slot in view.slots(self.block_size, view.total - view.new, view.total)]
         with torch.inference_mode():
-            inputs = torch.tensor([tokens, positions, slots], dtype=torch.int64, device=self._device)
-            logits: Tensor = self.model(
-                input_ids=inputs[:1],
-                position_ids=inputs[1:2],
-                use_cache=False,
-                logits_to_keep=torch.tensor(rows, dtype=torch.int64, device=self._device),
-                paceline=self._pass(ordered, inputs[2]),
-            ).logits
+            logits = None if self._graphs is None else self._graphs.run(tokens, rows, ordered)
+            if logits is None:
+                inputs = torch.tensor([tokens, *flatten(ordered, self.block_size)], device=self._device)
+                wanted = torch.tensor(rows, dtype=torch.int64, device=self._device)
+                logits = self._compute(inputs, wanted, TreeBatch(ordered, self.block_size, self._device))
         # The caller may change them in place, which it could not with a tensor that was made in inference mode.
-        return logits[0].to(torch.float32, copy=logits.is_inference())
+        return logits.to(torch.float32, copy=logits.is_inference())
 
-    def _pass(self, sequences: Sequence[TreeSequence], slots: Tensor) -> _Pass:
-        batch = TreeBatch(sequences, self.block_size, self._device)
-        described = array("q") if self._native is None else describe(sequences)
-        return _Pass(self._cache, slots, batch, self._native, described)
+    def _compute(self, inputs: Tensor, rows: Tensor, batch: TreeBatch) -> Tensor:
+        """Logits [len(rows), vocab] of one pass.  inputs: int64 [3, N], its tokens, their positions and pool rows."""
+        described = array("q") if self._native is None else describe(batch.sequences)
+        logits: Tensor = self.model(
+            input_ids=inputs[:1],
+            position_ids=inputs[1:2],
+            use_cache=False,
+            logits_to_keep=rows,
+            paceline=_Pass(self._cache, inputs[2], batch, self._native, described),
+        ).logits
+        return logits[0]
 
     def _move(self, state: _Sequence, slots: Sequence[int]) -> None:
         """Bring the rows of pending slots to the front, in this order."""
@@ -508,6 +521,7 @@ def load_engine(
     block_size: int = 16,
     head: Sequence[int] | None = None,
     int8: bool = False,
+    graphs: bool = True,
 ) -> TorchEngine:
     """Load a Hugging Face checkpoint directory and check that the engine computes what the model does.
 
@@ -515,6 +529,7 @@ def load_engine(
     head: the token ids that logits are wanted of, None for all; see vocabulary.trim_head.
     int8: hold its linear layers in int8 where the native library computes them: twice as fast as bfloat16, and near the
     model, not equal to it.
+    graphs: record passes of a fixed shape where the device can; see graphs.py.
     Raises UnsupportedModel, ValueError for a wrong head, and what transformers raises for a directory that holds no
     such checkpoint.
     """
@@ -527,7 +542,8 @@ def load_engine(
         trim_head(model, head)
     model = model.to(device).requires_grad_(False).eval()
     reference = reference_logits(model)
-    engine = TorchEngine(model, kv_tokens, block_size, speed_up(model, int8))
+    capture = CudaCapture(device) if graphs and tree_attention.has_twin_on(device) else None
+    engine = TorchEngine(model, kv_tokens, block_size, speed_up(model, int8), capture)
     engine.check_against_reference(reference, torch.int8 if int8 else dtype)
     return engine
 

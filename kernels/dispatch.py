@@ -33,10 +33,14 @@ class Kernel(Generic[P, R]):
         return twin
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        device = next(filter(None, map(_device, (*args, *kwargs.values()))), None)
+        chosen = self.twin if device is not None and self.has_twin_on(device) else self.reference
+        return chosen(*args, **kwargs)
+
+    def has_twin_on(self, device: torch.device) -> bool:
+        """Whether calls with data on this device run the twin."""
         # PyTorch's builds for CUDA bring Triton along on Linux, and on no other system.
-        if _on_cuda((*args, *kwargs.values())) and _has_triton():
-            return self.twin(*args, **kwargs)
-        return self.reference(*args, **kwargs)
+        return device.type == "cuda" and _has_triton()
 
 
 def kernel(module: str) -> Callable[[Callable[P, R]], Kernel[P, R]]:
@@ -50,10 +54,6 @@ def kernel(module: str) -> Callable[[Callable[P, R]], Kernel[P, R]]:
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
-
-
-def _on_cuda(args: Sequence[Any]) -> bool:
-    return next((device.type == "cuda" for device in map(_device, args) if device is not None), False)
 
 
 def _device(value: Any) -> torch.device | None:

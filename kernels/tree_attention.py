@@ -7,11 +7,11 @@ the tree attention of SpecInfer (Miao et al., ASPLOS 2024) and Medusa (Cai et al
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +61,46 @@ class TreeSequence:
         return all(right == left + 1 for left, right in zip(self.blocks, self.blocks[1:], strict=False))
 
 
+class Tables(NamedTuple):
+    """What a device kernel knows of a batch, int64.
+
+    facts: [S, 6], of each sequence its first query, new tokens, committed positions, pending slots, and where in
+    `lists` its blocks and its slots' depths begin.  A sequence without new tokens is passed over.
+    bits: [N, words], of each query the pending slots that it sees, 64 to a word, the lowest bit first.
+    """
+
+    facts: Tensor
+    bits: Tensor
+    lists: Tensor
+
+    @staticmethod
+    def cut(data: Tensor, sequences: int, queries: int, words: int) -> Tables:
+        """The tables that lie one after another in `data`, which may be longer than they are."""
+        facts, bits = 6 * sequences, queries * words
+        return Tables(data[:facts].view(-1, 6), data[facts : facts + bits].view(-1, words), data[facts + bits :])
+
+
+def words_for(sequences: Sequence[TreeSequence]) -> int:
+    """Words of 64 bits that one query's pending slots take up."""
+    return (max(len(one.depths) for one in sequences) + 63) // 64
+
+
+def pack_tables(sequences: Sequence[TreeSequence], room: int, words: int) -> array[int]:
+    """The tables of a batch, one after another.  room: sequences in `facts`, empty ones at its end."""
+    facts, lists = array("q"), array("q")
+    query = 0
+    for one in sequences:
+        depths = len(lists) + len(one.blocks)
+        facts.extend((query, one.new, one.committed, len(one.depths), len(lists), depths))
+        lists.extend(one.blocks)
+        lists.extend(one.depths)
+        query += one.new
+    facts.frombytes(bytes(8 * 6 * (room - len(sequences))))
+    for one in sequences:
+        facts.frombytes(b"".join(bits.to_bytes(8 * words, "little") for bits in one.ancestors))
+    return facts + lists
+
+
 class TreeBatch:
     """What the queries of one pass look at.  Made once per pass; everything derived is shared by all its layers.
 
@@ -82,33 +122,33 @@ class TreeBatch:
             start += sum(member.new for member in members)
         return tuple(groups)
 
-    @cached_property
-    def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The batch as a device kernel reads it, int64, sent to the device in one piece: (facts, blocks, depths, bits).
+    @property
+    def longest(self) -> int:
+        """Most new tokens of one sequence."""
+        return max(one.new for one in self.sequences)
 
-        facts: [S, 6], of each sequence its first query, new tokens, committed positions, pending slots, and where its
-        blocks and its depths begin.  blocks, depths: those of all sequences, one after another.  bits: [N, words], of
-        each query the pending slots that it sees, 64 to a word, the lowest bit first.
-        """
-        facts: list[int] = []
-        query = block = depth = 0
-        for one in self.sequences:
-            facts += (query, one.new, one.committed, len(one.depths), block, depth)
-            query, block, depth = query + one.new, block + len(one.blocks), depth + len(one.depths)
-        words = (max(len(one.depths) for one in self.sequences) + 63) // 64
-        seen = b"".join(bits.to_bytes(8 * words, "little") for one in self.sequences for bits in one.ancestors)
-        blocks = [number for one in self.sequences for number in one.blocks]
-        depths = [number for one in self.sequences for number in one.depths]
-        packed = array("q", [*facts, *blocks, *depths])
-        packed.frombytes(seen)
-        data = torch.frombuffer(packed, dtype=torch.int64).to(self.device)
-        ends = list(itertools.accumulate((len(facts), block, depth, query * words)))
-        return (
-            data[: ends[0]].view(-1, 6),
-            data[ends[0] : ends[1]],
-            data[ends[1] : ends[2]],
-            data[ends[2] :].view(-1, words),
-        )
+    @cached_property
+    def tables(self) -> Tables:
+        """The batch as a device kernel reads it, sent to the device in one piece."""
+        count, words = len(self.sequences), words_for(self.sequences)
+        packed = torch.frombuffer(pack_tables(self.sequences, count, words), dtype=torch.int64)
+        return Tables.cut(packed.to(self.device), count, sum(one.new for one in self.sequences), words)
+
+
+class StaticBatch(TreeBatch):
+    """A batch that a device kernel reads from where it is told to, as often as it is told to: for CUDA graphs.
+
+    tables: the pass that lies in them at the time.  Those of `longest` new tokens at most may be put there.
+    """
+
+    def __init__(self, tables: Tables, longest: int, block_size: int) -> None:
+        super().__init__((), block_size, tables.facts.device)
+        self.tables = tables
+        self._longest = longest
+
+    @property
+    def longest(self) -> int:
+        return self._longest
 
 
 @dataclass(frozen=True, slots=True)

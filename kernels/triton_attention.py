@@ -47,7 +47,7 @@ def _look(
 
 @triton.jit(do_not_specialize=["words"])
 def _attend(
-    query, keys, values, output, facts, blocks, depths, bits,
+    query, keys, values, output, facts, bits, lists,
     query_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride,
     words, block_size, scaling,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, REPEAT: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -62,8 +62,8 @@ def _attend(
     facts += tl.program_id(0) * 6
     first, new, committed = tl.load(facts), tl.load(facts + 1), tl.load(facts + 2)
     pending = tl.load(facts + 3)
-    blocks += tl.load(facts + 4)
-    depths += tl.load(facts + 5)
+    blocks = lists + tl.load(facts + 4)
+    depths = lists + tl.load(facts + 5)
     if tl.program_id(1) * TOKENS >= new:
         return
     r, n, d, e = tl.arange(0, ROWS), tl.arange(0, POSITIONS), tl.arange(0, KEY_BLOCK), tl.arange(0, VALUE_BLOCK)
@@ -133,14 +133,14 @@ def tree_attention(
     heads, key_heads = query.shape[1], key_pool.shape[1]
     dim, value_dim = key_pool.shape[2], value_pool.shape[2]
     repeat = heads // key_heads
-    longest, size = max(sequence.new for sequence in batch.sequences), query.element_size()
+    longest, size = batch.longest, query.element_size()
     rows = max(16, triton.next_power_of_2(max(repeat, min(_ROWS[size], repeat * longest))))
     key_block, value_block = (max(16, triton.next_power_of_2(width)) for width in (dim, value_dim))
     output = torch.empty((len(query), heads, value_dim), dtype=query.dtype, device=query.device)
-    facts, blocks, depths, bits = batch.tables
-    grid = (len(batch.sequences), triton.cdiv(longest, rows // repeat), key_heads)
+    facts, bits, lists = batch.tables
+    grid = (len(facts), triton.cdiv(longest, rows // repeat), key_heads)
     _attend[grid](
-        query, key_pool, value_pool, output, facts, blocks, depths, bits,
+        query, key_pool, value_pool, output, facts, bits, lists,
         query.stride(0), query.stride(1), key_pool.stride(0), key_pool.stride(1),
         value_pool.stride(0), value_pool.stride(1), bits.shape[1], batch.block_size, scaling,
         SOFTCAP=softcap or 0.0, WINDOW=window or 0, REPEAT=repeat, DIM=dim, VALUE_DIM=value_dim,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,10 @@ import pytest
 from hypothesis import settings
 from table_models import write_table_model
 from torch import Tensor
+
+# A shell without job control starts what it runs in the background with SIGINT ignored, and that is handed down; but
+# tests of Ctrl-C need it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run.
 settings.register_profile("seeded", derandomize=True)

@@ -13,13 +13,19 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from paceline.actors import graphs
+from paceline.actors.engine import Feed
+from paceline.actors.graphs import CudaCapture
 from paceline.actors.rule import draw
+from paceline.actors.torch_engine import TorchEngine
 from paceline.actors.tree import Subtree
 from paceline.actors.values import Sampling
+from paceline.kernels.dispatch import Kernel
 from paceline.kernels.kv_compact import kv_compact
 from paceline.kernels.noise import gumbel
 from paceline.kernels.tree_attention import TreeBatch, TreeSequence, tree_attention
 from paceline.kernels.verify_tree import verify_tree
+from tiny_models import VOCAB, tiny_model
 from torch import Tensor
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -97,6 +103,43 @@ def test_attention_sees_what_the_reference_sees(heads, key_heads, dim, value_dim
     assert found.is_contiguous()
     tolerance = 2e-2 if half else 1e-5
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_recorded_passes_compute_what_the_others_do(name, monkeypatch):
+    monkeypatch.setattr(graphs, "_SIGHTINGS", 1)
+    recorded = []
+
+    def capture(run):
+        recorded.append(1)
+        return run if DEVICE.type == "cpu" else CudaCapture(DEVICE)(run)
+
+    model = tiny_model(name).to(DEVICE)
+    plain, fast = TorchEngine(model, 240, BLOCK), TorchEngine(model, 240, BLOCK, capture=capture)
+    fast_ids, plain_ids = ([engine.open() for _ in range(3)] for engine in (fast, plain))
+    rng = random.Random(3)
+    for turn in range(8):
+        feeds = []
+        for index in rng.sample(range(3), rng.randint(1, 3)):
+            parents = tuple(rng.randrange(-1, slot) for slot in range(rng.randint(1, 6)))
+            tokens = tuple(rng.randrange(VOCAB) for _ in parents)
+            feeds.append((index, tokens, parents, tuple(rng.sample(range(len(tokens)), rng.randint(0, len(tokens))))))
+        expected = plain.step([Feed(plain_ids[index], *rest) for index, *rest in feeds])
+        with monkeypatch.context() as patched:
+            # Only the kernels can read what a graph reads.
+            patched.setattr(Kernel, "has_twin_on", lambda self, device: True)
+            found = fast.step([Feed(fast_ids[index], *rest) for index, *rest in feeds])
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        for index, _, parents, _ in feeds:
+            path = [0] if turn % 2 else [len(parents) - 1]
+            while parents[path[0]] >= 0:
+                path.insert(0, parents[path[0]])
+            for engine, ids in ((plain, plain_ids), (fast, fast_ids)):
+                engine.commit(ids[index], path)
+                engine.truncate(ids[index], engine.length(ids[index]))
+    assert len(recorded) >= 3
+    fast.check()
 
 
 def drafted(rng: random.Random, rows: Tensor, sampling: Sampling, position: int) -> Subtree:
