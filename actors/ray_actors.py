@@ -41,7 +41,7 @@ class ModelSpec:
     """A checkpoint directory and how to load it.
 
     kv_tokens: cached positions over all sessions.  head: the token ids that logits are wanted of, None for all.
-    int8: hold the weights of linear layers in int8; CPU only.
+    int8: hold the weights of linear layers in int8; CPU only.  graphs: record passes of a fixed shape; GPU only.
     """
 
     directory: str
@@ -49,6 +49,7 @@ class ModelSpec:
     kv_tokens: int
     head: tuple[int, ...] | None = None
     int8: bool = False
+    graphs: bool = True
 
     def load(self, device: Device) -> Engine:
         """The engine of it, on this process's device."""
@@ -56,7 +57,9 @@ class ModelSpec:
         from paceline.actors.torch_engine import load_engine
 
         dtype = torch_dtype(self.dtype)
-        return load_engine(self.directory, device.torch, dtype, self.kv_tokens, head=self.head, int8=self.int8)
+        return load_engine(
+            self.directory, device.torch, dtype, self.kv_tokens, head=self.head, int8=self.int8, graphs=self.graphs
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -321,7 +321,7 @@ def _resolve_drafter(name: str, config: CellConfig, target: ModelFiles, progress
     kv_tokens = config.kv_tokens + config.max_sessions * RUN_AHEAD
     return _Wanted(
         INT8 if name == INT8 else files.name,
-        ModelSpec(str(files.directory), config.dtype, kv_tokens, head, int8=name == INT8),
+        ModelSpec(str(files.directory), config.dtype, kv_tokens, head, name == INT8, config.cuda_graphs),
     )
 
 
@@ -375,7 +375,7 @@ def _start_verifier(
 ) -> Any:
     spec = VerifierSpec(
         _VERIFIER,
-        ModelSpec(str(target.directory), config.dtype, config.kv_tokens),
+        ModelSpec(str(target.directory), config.dtype, config.kv_tokens, graphs=config.cuda_graphs),
         _seat(device, 0),
         tuple(links),
         VerifierSettings(

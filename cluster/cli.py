@@ -135,6 +135,14 @@ KvTokens = Annotated[
     int | None,
     typer.Option(metavar="N", help="Cached positions over all requests, in each actor. [default: 16384]"),
 ]
+CudaGraphs = Annotated[
+    bool | None,
+    typer.Option(
+        "--cuda-graphs/--no-cuda-graphs",
+        show_default=False,
+        help="Record passes of the same shape on GPUs and launch each as one. [default: yes]",
+    ),
+]
 MaxSessions = Annotated[
     int | None,
     typer.Option(metavar="N", help="Requests that run at once; more wait. [default: 16]"),
@@ -189,6 +197,7 @@ def up(
     drafters_per_session: DraftersPerSession = None,
     drafter_vocab: DrafterVocab = None,
     kv_tokens: KvTokens = None,
+    cuda_graphs: CudaGraphs = None,
     max_sessions: MaxSessions = None,
     max_queue: MaxQueue = None,
     grace: Grace = 10.0,
@@ -212,6 +221,7 @@ def up(
         settings = {"schedule": schedule, "k": k, "fanout": fanout, "width": width, "budget": budget}
         settings |= {"kv_tokens": kv_tokens, "max_sessions": max_sessions, "max_queue": max_queue}
         settings |= {"drafters_per_session": drafters_per_session, "drafter_vocab": drafter_vocab}
+        settings |= {"cuda_graphs": cuda_graphs}
         config = commands.configure(target, drafter, device, dtype, **settings)
         commands.up(config, address, grace, trace)
 
