@@ -19,9 +19,7 @@ from paceline.cluster.bench_report import Report, drafter_label
 from paceline.cluster.bench_run import Ask, PeerFailed
 from paceline.cluster.bench_stats import Answer, Case, Group
 from paceline.cluster.config import INT8, NGRAM, ORACLE, CellConfig
-from paceline.cluster.models import ModelError, original_gguf, resolve
-
-Progress = Callable[[str], None]
+from paceline.cluster.models import ModelError, Progress, original_gguf, resolve
 
 _LOAD_AT_MOST, _ANSWER_AT_MOST, _END_AT_MOST = 300.0, 600.0, 5.0  # seconds
 _REPORT_EVERY = 1.0

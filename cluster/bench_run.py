@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -20,14 +20,13 @@ from paceline.cluster.bench_report import Report, drafter_label
 from paceline.cluster.bench_stats import PACELINE, PLAIN, Answer, Case, Group, Row, Tally
 from paceline.cluster.bench_theory import formula_rate
 from paceline.cluster.config import NGRAM, ORACLE
+from paceline.cluster.models import Progress
 from paceline.cluster.requests import Codec
 
 ALL_SCHEDULES = (*SCHEDULES, AUTO)
 _WITH_K = frozenset({"sync", "pearl", "amusd", "saguaro"})
 _WITH_FANOUT, _WITH_WIDTH = frozenset({"saguaro"}), frozenset({"swiftspec"})
 _WARM_UP_TOKENS = 16
-
-Progress = Callable[[str], None]
 
 
 class MeasurementFailed(RuntimeError):

@@ -10,7 +10,7 @@ import signal
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,7 @@ from paceline.actors.verifier import VerifierSettings
 from paceline.cluster import processes
 from paceline.cluster.backend import BackendError, CellError, ModelInfo
 from paceline.cluster.config import INT8, NGRAM, ORACLE, CellConfig
-from paceline.cluster.models import ModelError, ModelFiles, check_pair, resolve
+from paceline.cluster.models import ModelError, ModelFiles, Progress, check_pair, resolve
 from paceline.cluster.vocab import head_ids
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -47,7 +47,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[str], None]
 
 _VERIFIER = "verifier"
 _CONTROL = "control"

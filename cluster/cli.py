@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -35,7 +35,23 @@ app.add_typer(bench, name="bench")
 vocab = typer.Typer(help="Choose the tokens that a drafter guesses.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(vocab, name="vocab")
 
-_U32, _U64 = 2**32 - 1, 2**64 - 1
+
+def _unsigned(bits: int) -> Callable[[str], int]:
+    """What reads a number that has to fit a field of the protocol; its user checks the rest."""
+
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise typer.BadParameter(f"{text!r} is not a whole number.") from None
+        if not 0 <= value < 1 << bits:
+            raise typer.BadParameter(f"{value} is not in the range 0 to {(1 << bits) - 1}.")
+        return value
+
+    return number
+
+
+_U32, _U64 = _unsigned(32), _unsigned(64)
 
 Prompt = Annotated[str, typer.Argument(metavar="PROMPT", help='The prompt; "-" reads it from standard input.')]
 Address = Annotated[
@@ -90,13 +106,12 @@ Schedule = Annotated[
 ]
 K = Annotated[
     int | None,
-    typer.Option(min=0, max=_U32, metavar="K", help="Depth of the draft, 1 to 32. [default: 4, or the server's]"),
+    typer.Option(parser=_U32, metavar="K", help="Depth of the draft, 1 to 32. [default: 4, or the server's]"),
 ]
 Fanout = Annotated[
     int | None,
     typer.Option(
-        min=0,
-        max=_U32,
+        parser=_U32,
         metavar="F",
         help="saguaro: outcomes readied per position, 1 to 8. [default: 3, or the server's]",
     ),
@@ -104,26 +119,26 @@ Fanout = Annotated[
 Width = Annotated[
     int | None,
     typer.Option(
-        min=0, max=_U32, metavar="W", help="swiftspec: leaves grown per step, 1 to 16. [default: 4, or the server's]"
+        parser=_U32, metavar="W", help="swiftspec: leaves grown per step, 1 to 16. [default: 4, or the server's]"
     ),
 ]
 Budget = Annotated[
     int | None,
     typer.Option(
-        min=0, max=_U32, metavar="B", help="swiftspec: nodes verified per pass, 1 to 64. [default: 12, or the server's]"
+        parser=_U32, metavar="B", help="swiftspec: nodes verified per pass, 1 to 64. [default: 12, or the server's]"
     ),
 ]
 Temperature = Annotated[float, typer.Option(metavar="X", help="0 is greedy; 1 leaves the model's odds as they are.")]
 TopP = Annotated[float, typer.Option(metavar="X", help="Keep the likeliest tokens of this much probability; 1: all.")]
-TopK = Annotated[int, typer.Option(min=0, max=_U32, metavar="N", help="Keep the N likeliest tokens; 0: all.")]
+TopK = Annotated[int, typer.Option(parser=_U32, metavar="N", help="Keep the N likeliest tokens; 0: all.")]
 MinP = Annotated[float, typer.Option(metavar="X", help="Drop tokens below X times the likeliest one; 0: none.")]
 Seed = Annotated[
     int | None,
-    typer.Option(min=0, max=_U64, metavar="N", help="Fixes all randomness. [default: drawn, and shown at the end]"),
+    typer.Option(parser=_U64, metavar="N", help="Fixes all randomness. [default: drawn, and shown at the end]"),
 ]
 MaxTokens = Annotated[
     int | None,
-    typer.Option(min=0, max=_U32, metavar="N", help="The most tokens to generate. [default: 256, if they fit]"),
+    typer.Option(parser=_U32, metavar="N", help="The most tokens to generate. [default: 256, if they fit]"),
 ]
 Stop = Annotated[
     list[str] | None,

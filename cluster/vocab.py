@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.models import ModelError, ModelFiles, vocab_size
-
-Progress = Callable[[str], None]
+from paceline.cluster.models import ModelError, ModelFiles, Progress, vocab_size
 
 RANKING = "draft_vocab.json"
 """The name of a ranking that lies beside a drafter's checkpoint."""
