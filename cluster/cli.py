@@ -340,6 +340,29 @@ def models() -> None:
         commands.models()
 
 
+@app.command()
+def picture(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A file that --trace wrote.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write the picture, an SVG.")],
+    start: Annotated[
+        float | None,
+        typer.Option("--from", min=0, metavar="MS", help="Where to begin. [default: in the middle]"),
+    ] = None,
+    length: Annotated[float, typer.Option(min=1, metavar="MS", help="How much to show.")] = 200.0,
+) -> None:
+    """Draw a stretch of a trace: verify passes, draft steps, verdicts, hits and misses, a lane per device.
+
+    \b
+    Examples:
+      paceline generate --drafter ngram --trace trace.json "Count to five."
+      paceline picture trace.json --out trace.svg --length 300
+    """
+    with _reported():
+        from paceline.cluster import commands
+
+        commands.picture(trace, out, start, length)
+
+
 @vocab.command("rank")
 def vocab_rank(
     texts: Annotated[list[Path], typer.Argument(metavar="TEXTS...", help="Text files, UTF-8.")],

@@ -380,6 +380,18 @@ def models() -> None:
         terminal.write(f"{entry.name:<{width}}  {entry.size / 1e6:6.0f} MB  {state:<8}  {entry.origin}\n")
 
 
+def picture(trace: Path, out: Path, start: float | None, length: float) -> None:
+    """Draw `length` milliseconds of a trace.  Raises Failure."""
+    from paceline.cluster import trace_picture
+
+    try:
+        out.write_text(trace_picture.draw(trace_picture.read(trace), start, length), encoding="utf-8")
+    except trace_picture.TraceUnreadable as error:
+        raise Failure(str(error), WRONG) from error
+    except OSError as error:
+        raise Failure(f"{error.filename}: {error.strerror}", WRONG) from error
+
+
 def vocab_rank(tokenizer: str, texts: Sequence[Path], out: Path, keep: int | None) -> None:
     """Write the ids of the tokens of `texts`, ranked by frequency.  Raises Failure."""
     from paceline.cluster import vocab
