@@ -105,11 +105,16 @@ def test_only_a_model_takes_a_device_and_the_others_share_its_core(cell: Any) ->
 def test_drafters_that_draft_together_change_no_token(cell: Any, schedule: str, temperature: float) -> None:
     plain, _ = _ask(cell, _request("plain", "plain", temperature))
     before = _counters(cell)
-    drafted, finish = _ask(cell, _request("drafted", schedule, temperature))
-    assert drafted == plain
-    assert finish.stats.accepted > 0
-    after = _counters(cell)
-    assert all(after[name]["draft_steps"] > before[name].get("draft_steps", 0) for name in DRAFTERS)
+
+    def all_took_part() -> bool:
+        # Passes of so small a model may be over before a drafter on a busy core has even begun.
+        drafted, finish = _ask(cell, _request("drafted", schedule, temperature))
+        assert drafted == plain
+        after = _counters(cell)
+        stepped = all(after[name].get("draft_steps", 0) > before[name].get("draft_steps", 0) for name in DRAFTERS)
+        return stepped and finish.stats.accepted > 0
+
+    until(all_took_part, "all drafters take part, and some guess is right")
 
 
 def test_an_oracle_that_was_taught_knows_the_answer(cell: Any) -> None:
