@@ -36,8 +36,9 @@ class _Stretch:
         return _LABEL + (at - self.start) / self.length * (_WIDTH - _LABEL - 10)
 
     def covers(self, event: dict[str, Any]) -> bool:
-        start = event["ts"] / 1e3
-        return start + event.get("dur", 0) / 1e3 > self.start and start < self.start + self.length
+        start: float = event["ts"] / 1e3
+        end: float = start + event.get("dur", 0) / 1e3
+        return end > self.start and start < self.start + self.length
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -65,7 +66,7 @@ def draw(events: Sequence[dict[str, Any]], start: float | None, length: float) -
         raise TraceUnreadable(
             f"nothing happens from {start:g} to {start + length:g} ms; the trace ends at {last:.0f} ms"
         )
-    rows = {lane: _TOP + row * _LANE for row, lane in enumerate(sorted({event["tid"] for event in seen}))}
+    rows = {lane: float(_TOP + row * _LANE) for row, lane in enumerate(sorted({event["tid"] for event in seen}))}
     bottom = _TOP + len(rows) * _LANE
     parts = [_background(bottom + _AXIS), *_legend(), *_axis(stretch, bottom)]
     parts += [_text(8, y + _LANE / 2 + 4, lanes[lane]) for lane, y in rows.items()]
