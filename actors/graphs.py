@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from paceline.kernels.tree_attention import StaticBatch, Tables, TreeBatch, TreeSequence, pack_tables, words_for
+from paceline.kernels.tree_attention import (
+    StaticBatch,
+    Tables,
+    TreeBatch,
+    TreeSequence,
+    flatten,
+    pack_tables,
+    words_for,
+)
 from torch import Tensor
 
 log = logging.getLogger(__name__)
@@ -212,13 +220,6 @@ class Graphs:
         log.warning("CUDA graphs stay off, since %s", why)
         self._broken = True
         self._graphs.clear()
-
-
-def flatten(sequences: Sequence[TreeSequence], block_size: int) -> tuple[list[int], list[int]]:
-    """(position, pool row) of each new token of a pass."""
-    positions = [position for one in sequences for position in one.positions]
-    slots = [slot for one in sequences for slot in one.slots(block_size, one.total - one.new, one.total)]
-    return positions, slots
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:

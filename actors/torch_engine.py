@@ -15,13 +15,13 @@ import torch
 from paceline.actors.attention import ATTENTION, Layer, UnsupportedModel, probe_layers, refuse_unsupported
 from paceline.actors.blocks import BlockPool, OutOfBlocks, PoolBroken, block_keys
 from paceline.actors.engine import Feed
-from paceline.actors.graphs import Capture, CudaCapture, Graphs, flatten
+from paceline.actors.graphs import Capture, CudaCapture, Graphs
 from paceline.actors.packed import speed_up
 from paceline.actors.vocabulary import trim_head
 from paceline.kernels.kv_compact import kv_compact
 from paceline.kernels.native import Kernels, Workspace
 from paceline.kernels.paged_attention import PagedAttention, describe, refuse_shape
-from paceline.kernels.tree_attention import TreeBatch, TreeSequence, tree_attention
+from paceline.kernels.tree_attention import TreeBatch, TreeSequence, flatten, tree_attention
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 

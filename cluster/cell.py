@@ -47,7 +47,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 log = logging.getLogger(__name__)
 
-
 _VERIFIER = "verifier"
 _CONTROL = "control"
 _DIRECTORY = "paceline-"

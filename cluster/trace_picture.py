@@ -9,14 +9,16 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from paceline.actors.trace import DRAFT, VERDICT, VERIFY
+
 _WIDTH, _LABEL, _LANE, _BOX, _TOP, _AXIS = 960, 90, 58, 30, 34, 30
-_COLOURS = {"verify": "#3b6fb6", "draft": "#e0a339", "hit": "#2e8b57", "miss": "#c0392b", "verdict": "#777777"}
+_COLOURS = {VERIFY: "#3b6fb6", DRAFT: "#e0a339", "hit": "#2e8b57", "miss": "#c0392b", VERDICT: "#777777"}
 _LEGEND = {
-    "verify": "verify pass: tokens it gave",
-    "draft": "draft step",
+    VERIFY: "verify pass: tokens it gave",
+    DRAFT: "draft step",
     "hit": "hit",
     "miss": "miss",
-    "verdict": "verdict",
+    VERDICT: "verdict",
 }
 _TICKS = 10
 
@@ -57,12 +59,12 @@ def draw(events: Sequence[dict[str, Any]], start: float | None, length: float) -
     """
     lanes = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
     timed = [event for event in events if event["ph"] != "M" and event.get("tid") in lanes]
+    last = max((event["ts"] for event in timed), default=0) / 1e3
     if start is None:
-        start = max(0.0, max((event["ts"] for event in timed), default=0) / 2e3 - length / 2)
+        start = max(0.0, last / 2 - length / 2)
     stretch = _Stretch(start, length)
     seen = [event for event in timed if stretch.covers(event)]
     if not seen:
-        last = max((event["ts"] for event in timed), default=0) / 1e3
         raise TraceUnreadable(
             f"nothing happens from {start:g} to {start + length:g} ms; the trace ends at {last:.0f} ms"
         )
@@ -115,7 +117,7 @@ def _event(event: dict[str, Any], y: float, stretch: _Stretch) -> str:
     x = max(at, _LABEL)
     end = min(stretch.x((event["ts"] + event["dur"]) / 1e3), _WIDTH - 10)
     box = f'x="{x:.1f}" y="{y + (_LANE - _BOX) / 2}" width="{max(end - x, 0.5):.1f}" height="{_BOX}"'
-    tokens = event["args"].get("tokens") if event["name"] == "verify" else None
+    tokens = event["args"].get("tokens") if event["name"] == VERIFY else None
     label = (
         ""
         if tokens is None or end - x < 14
@@ -137,6 +139,6 @@ def _arrows(
         x1, x2 = (stretch.x(event["ts"] / 1e3) for event in (start, end))
         y1, y2 = rows[start["tid"]] + (_LANE + _BOX) / 2, rows[end["tid"]] + (_LANE - _BOX) / 2
         parts.append(
-            f'<line x1="{x1:.1f}" y1="{y1}" x2="{x2:.1f}" y2="{y2}" stroke="{_COLOURS["verdict"]}" stroke-width="1.2"/>'
+            f'<line x1="{x1:.1f}" y1="{y1}" x2="{x2:.1f}" y2="{y2}" stroke="{_COLOURS[VERDICT]}" stroke-width="1.2"/>'
         )
     return parts

@@ -61,6 +61,13 @@ class TreeSequence:
         return all(right == left + 1 for left, right in zip(self.blocks, self.blocks[1:], strict=False))
 
 
+def flatten(sequences: Sequence[TreeSequence], block_size: int) -> tuple[list[int], list[int]]:
+    """The position and the pool row of each new token of a pass."""
+    positions = [position for one in sequences for position in one.positions]
+    slots = [slot for one in sequences for slot in one.slots(block_size, one.total - one.new, one.total)]
+    return positions, slots
+
+
 class Tables(NamedTuple):
     """What a device kernel knows of a batch, int64.
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from paceline.actors import graphs
-from paceline.actors.graphs import MAX_TOKENS, Graphs, Shape, flatten
-from paceline.kernels.tree_attention import StaticBatch, TreeBatch, TreeSequence
+from paceline.actors.graphs import MAX_TOKENS, Graphs, Shape
+from paceline.kernels.tree_attention import StaticBatch, TreeBatch, TreeSequence, flatten
 from torch import Tensor
 
 BLOCK = 4
@@ -32,12 +32,21 @@ def describe(inputs: Tensor, rows: Tensor, batch: TreeBatch) -> Tensor:
     return torch.tensor([seen[row] for row in rows.tolist()], dtype=torch.float32)
 
 
-def again(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    return run
+class Recorder:
+    """Calls the function again where a device would launch a graph, and counts what it was given to record."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+
+    def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        self.recorded += 1
+        return run
 
 
-def make(compute: Callable[[Tensor, Tensor, TreeBatch], Tensor] = describe, capture: graphs.Capture = again) -> Graphs:
-    return Graphs(compute, capture, CPU, BLOCK, SPARE)
+def make(
+    compute: Callable[[Tensor, Tensor, TreeBatch], Tensor] = describe, capture: graphs.Capture | None = None
+) -> Graphs:
+    return Graphs(compute, capture or Recorder(), CPU, BLOCK, SPARE)
 
 
 def chain(committed: int, pending: int, new: int, first: int = 0) -> TreeSequence:
@@ -79,20 +88,15 @@ def test_a_padded_pass_is_the_pass(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_shape_is_recorded_when_it_comes_again_and_again():
-    recorded: list[int] = []
-
-    def count(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        recorded.append(1)
-        return run
-
-    made = make(capture=count)
+    recorder = Recorder()
+    made = make(capture=recorder)
     for turn in range(1, 6):
         one = ([7] * 5, [0, 4], [chain(turn, 5, 5)])
         found = made.run(*one)
         assert (found is not None) == (turn >= 3)
         if found is not None:
             assert torch.equal(found, expected(*one))
-    assert len(recorded) == 1
+    assert recorder.recorded == 1
 
 
 def test_few_shapes_hold_all_passes_and_little_of_them_is_padding():
@@ -142,20 +146,16 @@ def test_a_request_that_breaks_the_model_breaks_no_graphs(bad: float):
 def test_only_so_many_are_remembered_and_a_forgotten_one_is_recorded_anew(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(graphs, "_GRAPHS", 2)
     monkeypatch.setattr(graphs, "_SIGHTINGS", 1)
-    recorded: list[int] = []
+    recorder = Recorder()
 
     def compute(inputs: Tensor, rows: Tensor, batch: TreeBatch) -> Tensor:
         assert isinstance(batch, StaticBatch)
         return describe(inputs, rows, batch)
 
-    def count(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        recorded.append(1)
-        return run
-
-    made = make(compute, count)
+    made = make(compute, recorder)
     for length in (1, 2, 1, 4, 1, 2):
         assert made.run([5] * length, [0], [chain(0, length, length)]) is not None
-    assert len(recorded) == 4
+    assert recorder.recorded == 4
 
 
 def test_more_blocks_than_there_is_memory_for_go_the_other_way(monkeypatch: pytest.MonkeyPatch):
