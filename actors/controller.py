@@ -87,10 +87,10 @@ class ControllerSettings:
 
 
 class _Median:
-    """The median of the last few numbers."""
+    """The median of the last few numbers, or of all if `window` is None."""
 
-    def __init__(self) -> None:
-        self._seen: deque[float] = deque(maxlen=_WINDOW)
+    def __init__(self, window: int | None = _WINDOW) -> None:
+        self._seen: deque[float] = deque(maxlen=window)
 
     def note(self, value: float) -> None:
         self._seen.append(value)
@@ -160,19 +160,20 @@ class _Skill:
 class _PassTimes:
     """Passes of about one size.  seen: the number of the last one."""
 
-    rows: _Median = field(default_factory=_Median)
-    seconds: _Median = field(default_factory=_Median)
+    rows: _Median
+    seconds: _Median
     seen: int = 0
 
 
 class CostMeter:
     """Moving estimates of what things cost; medians of what was seen lately, so that an outlier is only that.
 
-    passes: how many were noted.
+    window: how many measurements of a kind count, the newest ones; None for all.  passes: how many were noted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, window: int | None = _WINDOW) -> None:
         self.passes = 0
+        self._window = window
         self._times: dict[int, _PassTimes] = {}
         self._steps: dict[str, _Median] = {}
         self._latencies: dict[str, _Median] = {}
@@ -181,18 +182,21 @@ class CostMeter:
     def note_pass(self, seconds: float, rows: int) -> None:
         """A pass over so many rows, none of them a prompt's."""
         self.passes += 1
-        times = self._times.setdefault(_tier(rows), _PassTimes())
+        times = self._times.setdefault(_tier(rows), _PassTimes(self._median(), self._median()))
         times.rows.note(rows)
         times.seconds.note(seconds)
         times.seen = self.passes
 
     def note_draft_step(self, drafter: str, seconds: float) -> None:
         """A draft step, by the drafter's own clock."""
-        self._steps.setdefault(drafter, _Median()).note(seconds)
+        self._steps.setdefault(drafter, self._median()).note(seconds)
 
     def note_latency(self, drafter: str, seconds: float) -> None:
         """One way of the link."""
-        self._latencies.setdefault(drafter, _Median()).note(max(0.0, seconds))
+        self._latencies.setdefault(drafter, self._median()).note(max(0.0, seconds))
+
+    def _median(self) -> _Median:
+        return _Median(self._window)
 
     def note_walk(self, drafter: str, seen: Iterable[Level]) -> None:
         """What a pass has shown of the guesses."""

@@ -490,16 +490,14 @@ class Verifier:
                 self._commit(item, logits)
             except Exception as error:
                 self._fail(session, error)
-        if all(len(item.tail) == 1 for item in work):
-            rows = sum(1 + len(item.tree.tokens) for item in work)
-            self.controller.note_pass(self._clock() - started, rows)
-        self._trace_pass(work, started, self.counters - before)
-
-    def _trace_pass(self, work: Sequence[_Work], started: float, done: Counter[str]) -> None:
-        nodes = sum(len(item.tree.tokens) for item in work)
-        accepted, tokens = done["accepted_nodes"], done["committed_tokens"]
+        ended, done = self._clock(), self.counters - before
+        nodes, prompt = sum(len(item.tree.tokens) for item in work), sum(len(item.tail) - 1 for item in work)
+        if not prompt:
+            self.controller.note_pass(ended - started, len(work) + nodes)
+        # What is counted of the work: sequences, guesses, tokens of prompts, and what became of them.
+        what = {"sessions": len(work), "nodes": nodes, "prompt": prompt}
         self._tracer.record(
-            VERIFY, started, self._clock(), sessions=len(work), nodes=nodes, accepted=accepted, tokens=tokens
+            VERIFY, started, ended, **what, accepted=done["accepted_nodes"], tokens=done["committed_tokens"]
         )
 
     def _fail(self, session: Session, error: Exception) -> None:

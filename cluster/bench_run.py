@@ -18,7 +18,7 @@ from paceline.cluster.backend import Backend
 from paceline.cluster.bench_prompts import Prompt
 from paceline.cluster.bench_report import Report, drafter_label
 from paceline.cluster.bench_stats import PACELINE, PLAIN, Answer, Case, Group, Row, Tally
-from paceline.cluster.bench_theory import formula_rate
+from paceline.cluster.bench_theory import CostRecord, formula_rate
 from paceline.cluster.config import NGRAM, ORACLE
 from paceline.cluster.models import Progress
 from paceline.cluster.requests import Codec
@@ -208,6 +208,7 @@ class _Round:
         self._contestants = list(contestants)
         self._plain = contestants[0].case
         self._tallies = {contestant.case: Tally() for contestant in contestants}
+        self._record = CostRecord()
         self._started = time.monotonic()
 
     def run(self) -> None:
@@ -218,6 +219,7 @@ class _Round:
             done = self._answers(index, len(groups), asks)
             for case, group in done.items():
                 self._tallies[case].add(group, done[self._plain])
+                self._record.add(group.spans)
                 self._report.spans += group.spans
             self._report.put(self._rows())
 
@@ -297,10 +299,10 @@ class _Round:
         return rows
 
     def _costs(self) -> Costs | None:
-        """What the verifier has measured of passes, draft steps and links; None before it has."""
+        """What was measured of passes, draft steps, guesses and links; None before the verifier has."""
         known: Mapping[str, Mapping[str, Any]] = (self._cell.status()["verifier"] or {}).get("costs", {})
         # Sessions that are drafted by the same drafters have their costs in common; here all of them are.
-        return next((Costs(**costs) for costs in known.values()), None)
+        return next((self._record.applied(Costs(**costs)) for costs in known.values()), None)
 
     def _say(self, what: str) -> None:
         plain = self._plain

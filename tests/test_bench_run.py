@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paceline.actors.formulas import Costs
 from paceline.actors.trace import Span
 from paceline.actors.values import Delta, Request, Speculation
 from paceline.cluster import bench_peers, bench_prompts
@@ -17,6 +18,7 @@ from paceline.cluster.bench_peer import LLAMA_CPP, PeerSpec, llama_answer
 from paceline.cluster.bench_report import Report, as_text, write_json
 from paceline.cluster.bench_run import Ask, MeasurementFailed, PeerFailed, Plan, measure
 from paceline.cluster.bench_stats import Answer, Case, Group
+from paceline.cluster.bench_theory import CostRecord
 from paceline.cluster.config import CellConfig
 from scripted import MODEL, ByteCodec, ScriptedBackend, finish
 
@@ -49,7 +51,8 @@ class FakeCell:
 
     def trace(self) -> list[Span]:
         at = 2.0 * len(self.backend.requests)
-        return [Span("verifier", "verify", at, at + 1), Span("drafter-0", "draft", at + 0.5, at + 1)]
+        work = {"sessions": 1, "nodes": 4, "prompt": 0}
+        return [Span("verifier", "verify", at, at + 1, work), Span("drafter-0", "draft", at + 0.5, at + 1)]
 
     def teach(self, prompt: Sequence[int], continuation: Sequence[int], step_seconds: float) -> None:
         self.taught.append((prompt, continuation, step_seconds, len(self.backend.requests)))
@@ -95,9 +98,24 @@ def test_rows_have_the_promised_fields_and_numbers():
     assert (row["temperature"], row["k"], row["acceptance_length"], row["hit_rate"]) == (0.0, 4, 2.0, 1 / 3)
     assert row["tokens_per_s"] == row["tokens_per_s_per_device"] > 0
     assert (row["overlap"], row["differing"], row["acceptance_by_position"]) == (0.5, 0, (0.4, 0.0))
-    # v = 0.015 and k c = 0.004 for the tokens of four guesses that are right 0.4 and then never.
-    assert row["formula_tokens_per_s"] == pytest.approx(1.4 / 0.019)
-    assert row["measured_over_formula"] == pytest.approx(row["decode_tokens_per_s"] * 0.019 / 1.4)
+    # v = 1 and k c = 2 by the spans, for the tokens of four guesses that are right 0.4 and then never.
+    assert row["formula_tokens_per_s"] == pytest.approx(1.4 / 3)
+    assert row["measured_over_formula"] == pytest.approx(row["decode_tokens_per_s"] * 3 / 1.4)
+
+
+def test_formulas_are_held_to_what_passes_and_draft_steps_took_over_the_whole_run():
+    latest = Costs(verify_base=9.0, verify_node=9.0, draft=9.0, latency=0.25, acceptance=(0.5,))
+    record = CostRecord()
+    record.add([Span("v", "verify", 0.0, 8.0, {"sessions": 1, "nodes": 0, "prompt": 5}), Span("v", "hit", 8.0, 8.0)])
+    assert record.applied(latest) == latest
+    for rows in (1, 5):
+        passes = [Span("v", "verify", 0.0, rows, {"sessions": 1, "nodes": rows - 1, "prompt": 0})] * 200
+        record.add([*passes, Span("d", "draft", 1.0, 1.5)])
+    # A slow end of the run is only its end.
+    record.add([Span("v", "verify", 0.0, 7.0, {"sessions": 1, "nodes": 0, "prompt": 0})] * 40)
+    applied = record.applied(latest)
+    assert (applied.passes, applied.draft, applied.verify(3)) == (((1, 1), (5, 5)), 0.5, 3)
+    assert (applied.latency, applied.acceptance) == (0.25, (0.5,))
 
 
 def test_auto_has_no_formula_and_nobody_has_one_without_costs():
