@@ -81,7 +81,7 @@ class ControllerSettings:
     dwell: int = 12
     check: int = 6
     refresh: int = 64
-    bonus: float = 0.1
+    bonus: float = 0.04
     probe_after: int = 192
     probe: int = 6
 

@@ -115,7 +115,7 @@ def _share_passes(kinds: Sequence[Kind], costs: Costs, sessions: int) -> float:
     shares = sum(kind.share for kind in kinds)
     tokens, nodes, wait = (sum(kind.share * kind[i] for kind in kinds) / shares for i in (1, 2, 3))
     if sessions == 1:
-        return tokens / (costs.verify(nodes + 1) + wait)
+        return tokens / (sum(kind.share * costs.verify(kind.nodes + 1) for kind in kinds) / shares + wait)
     ready = sum(kind.share for kind in kinds if kind.wait <= 0) / shares
     together = (1 - ready) ** (sessions - 1)
     active = float(sessions)
@@ -282,7 +282,7 @@ def _swiftspec(plan: Plan, costs: Costs, sessions: int) -> list[Kind]:
     # What is grown while a verdict is under way is of use where it went along the outcome, about four tokens of it.
     steps = _steps(costs, taken - 2 * costs.latency * (1 - costs.survives(4)))
     # Rounded, so that estimates which hardly move are not worked out again and again.
-    quality = (tuple(_rounded(alpha) for alpha in costs.acceptance[:2]), _rounded(costs.second))
+    quality = ((_rounded(costs.accepts(1)), _rounded(_deeper(costs))), _rounded(costs.second))
     passes = {0: _tree_pass(*quality, plan.width, plan.budget, plan.fresh, steps)}
     visits, state = dict.fromkeys(_AGES, 0.0), {0: 1.0}
     for _ in range(_HORIZON):
@@ -301,10 +301,16 @@ def _swiftspec(plan: Plan, costs: Costs, sessions: int) -> list[Kind]:
     return [Kind(share, passes[age].tokens, passes[age].nodes, 0.0 if age else wait) for age, share in seen]
 
 
+def _deeper(costs: Costs) -> float:
+    """The acceptance below the first depth, of which the next four are the mean."""
+    first = costs.accepts(1)
+    return float((costs.survives(5) / first) ** (1 / 4)) if first else 0.0
+
+
 def _rounded(share: float) -> float:
-    """Rounded to a fifth of a logit: finely where it matters, near 0 and 1."""
+    """Rounded to a tenth of a logit: finely where it matters, near 0 and 1."""
     inside = min(max(share, 0.001), 0.999)
-    return round(1 / (1 + math.exp(-round(5 * math.log(inside / (1 - inside))) / 5)), 4) if 0 < share < 1 else share
+    return round(1 / (1 + math.exp(-round(10 * math.log(inside / (1 - inside))) / 10)), 4) if 0 < share < 1 else share
 
 
 _AGES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)

@@ -227,10 +227,10 @@ class _Body:
             self.fail(f"a step takes {step} seconds, a verdict is {age} seconds old")
         start = _HEADER.size + _GROWTH.size
         self._expect(start + _NODE.size * count)
-        nodes = tuple(NewNode(*fields) for fields in _NODE.iter_unpack(memoryview(self.data)[start:]))
-        for node in nodes:
-            if node.id == ROOT or not -math.inf < node.logq <= 0:
-                self.fail(f"node {node.id} has log q {node.logq}")
+        nodes = tuple(map(NewNode._make, _NODE.iter_unpack(memoryview(self.data)[start:])))
+        for id, _, _, logq in nodes:
+            if id == ROOT or not -math.inf < logq <= 0:
+                self.fail(f"node {id} has log q {logq}")
         done, lost = bool(flags & _DONE), bool(flags & _LOST)
         return GrowthMessage(self.session, self.epoch, self.base_len, version, nodes, done, lost, step, age)
 

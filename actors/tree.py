@@ -233,27 +233,32 @@ class _Builder:
         return replace(old, nodes=self.nodes, children=self.children, names=self.names, trail=self.trail)
 
     def place(self, new: NewNode, base_len: int) -> str:
-        if new.id == ROOT or new.id in self.names or new.id in self.trail:
+        id, parent, token, logq = new
+        names = self.names
+        if id == ROOT or id in names or id in self.trail:
             return "repeated"
-        if new.parent in self.names:
-            return self._add(new, self.names[new.parent])
-        if new.parent != ROOT and new.parent not in self.trail:
+        known = names.get(parent)
+        if known is not None:
+            return self._add(id, known, token, logq)
+        if parent != ROOT and parent not in self.trail:
             return "orphaned"
-        position = base_len if new.parent == ROOT else self.trail[new.parent] + 1
-        return self._add(new, ROOT) if position == self.base_len else self._commit(new, position)
+        position = base_len if parent == ROOT else self.trail[parent] + 1
+        return self._add(id, ROOT, token, logq) if position == self.base_len else self._commit(new, position)
 
-    def _add(self, new: NewNode, parent: int) -> str:
-        twin = self.children.get((parent, new.token))
+    def _add(self, id: int, parent: int, token: int, logq: float) -> str:
+        twin = self.children.get((parent, token))
         if twin is not None:
             if len(self.names) < NAMES:
-                self.names[new.id] = twin
+                self.names[id] = twin
             return "repeated"
-        above = self.nodes.get(parent)
-        depth, score = (above.depth, above.score) if above else (0, 0.0)
-        logq = max(new.logq, LEAST_LOGQ)
-        self.nodes[new.id] = Node(new.id, parent, new.token, logq, depth + 1, score + logq)
-        self.children[parent, new.token] = new.id
-        self.names[new.id] = new.id
+        logq = logq if logq > LEAST_LOGQ else LEAST_LOGQ
+        if parent == ROOT:
+            self.nodes[id] = Node(id, ROOT, token, logq, 1, logq)
+        else:
+            above = self.nodes[parent]
+            self.nodes[id] = Node(id, parent, token, logq, above.depth + 1, above.score + logq)
+        self.children[parent, token] = id
+        self.names[id] = id
         return "added"
 
     def _commit(self, new: NewNode, position: int) -> str:
