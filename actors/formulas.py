@@ -330,12 +330,10 @@ def _tree_pass(
     acceptance: tuple[float, ...], second: float, width: int, budget: int, age: int, steps: int
 ) -> _TreePass:
     """A tree is grown best first for `age` steps, its best `budget` nodes are verified, and it grows `steps` more."""
-    tree = _GrownTree(Costs(0, 0, 0, 0, acceptance, second), width)
-    tree.grow(age)
-    verified = set(heapq.nlargest(budget, range(1, len(tree.chance)), key=tree.chance.__getitem__))
+    tree = _grown_tree(acceptance, second, width)
+    verified = set(heapq.nlargest(budget, range(1, tree.size(age)), key=tree.chance.__getitem__))
     tokens = 1 + sum(tree.chance[node] for node in verified)
-    tree.grow(steps)
-    ages, inside = tree.ages(), verified | {0}
+    ages, inside = tree.ages(tree.size(age + steps)), verified | {0}
     following: dict[int, float] = {}
     for node in range(1, len(ages)):
         if node not in verified and tree.parent[node] in inside and ages[node]:
@@ -344,30 +342,39 @@ def _tree_pass(
     return _TreePass(tokens, len(verified), following)
 
 
+@functools.lru_cache(maxsize=64)
+def _grown_tree(acceptance: tuple[float, ...], second: float, width: int) -> _GrownTree:
+    return _GrownTree(Costs(0, 0, 0, 0, acceptance, second), width)
+
+
 class _GrownTree:
-    """A tree in the mean: for each node how likely it is that the text takes this way.  Node 0 is the root."""
+    """A tree in the mean: for each node how likely it is that the text takes this way.  Node 0 is the root.
+
+    It is grown until it is full, the best `width` leaves by `width` children each in every step.
+    """
 
     def __init__(self, costs: Costs, width: int) -> None:
         self.chance, self.parent, self._depth = [1.0], [-1], [0]
         self._costs, self._width, self._children = costs, width, min(width, MAX_CHILDREN)
         self._leaves = [(-1.0, 0)]
+        self._sizes = [1]
+        while len(self.chance) <= MAX_NODES:
+            for leaf in [heapq.heappop(self._leaves)[1] for _ in range(min(width, len(self._leaves)))]:
+                self._expand(leaf)
+            self._sizes.append(len(self.chance))
 
-    def ages(self) -> list[float]:
-        """For each node, how many steps it would have taken to grow what hangs below it from there."""
-        sizes, depths = [0] * len(self.chance), [0] * len(self.chance)
-        for node in range(len(sizes) - 1, 0, -1):
+    def size(self, steps: int) -> int:
+        """How many nodes there are after so many steps, the root among them; they are the first ones."""
+        return self._sizes[min(steps, len(self._sizes) - 1)]
+
+    def ages(self, count: int) -> list[float]:
+        """For each of the first `count` nodes, how many steps it would have taken to grow what hangs below it."""
+        sizes, depths = [0] * count, [0] * count
+        for node in range(count - 1, 0, -1):
             above = self.parent[node]
             sizes[above] += 1 + sizes[node]
             depths[above] = max(depths[above], 1 + depths[node])
         return [max(d, n / (self._width * self._children)) for d, n in zip(depths, sizes, strict=True)]
-
-    def grow(self, steps: int) -> None:
-        """Grow the best `width` leaves by `width` children each, so many times."""
-        for _ in range(steps):
-            if len(self.chance) > MAX_NODES:
-                return
-            for leaf in [heapq.heappop(self._leaves)[1] for _ in range(min(self._width, len(self._leaves)))]:
-                self._expand(leaf)
 
     def _expand(self, leaf: int) -> None:
         first, second = self._costs.accepts(self._depth[leaf] + 1), self._costs.second
