@@ -26,6 +26,9 @@ _WINDOW = 31
 _STALE = 4096
 """After so many passes without another one of its size, the time of a pass is forgotten."""
 
+_FEW = 3
+"""So many passes of a size are needed before they count beside others."""
+
 _SLOPE = 0.005
 """How much longer a pass takes for each more row, as a share of it, before passes of two sizes were seen."""
 
@@ -73,15 +76,15 @@ class ControllerSettings:
     """gain: a plan that promises less than so much more than the present one is not worth a change.
     dwell: verdicts of a session, at least, from one change to the next; check: from one comparison with other plans to
     the next.  refresh: passes after which speeds are worked out anew; sooner in the beginning.  bonus: how much better
-    than expected a schedule may be, as a share, that has not been tried for long.  probe_after, probe: how many
-    verdicts plain sessions give between two probes, at least, and how many one takes.
+    than expected a schedule may be, as a share, that has not been tried for long; above `gain`, or none would be tried.
+    probe_after, probe: how many verdicts plain sessions give between two probes, at least, and how many one takes.
     """
 
     gain: float = 0.04
     dwell: int = 12
     check: int = 6
     refresh: int = 64
-    bonus: float = 0.04
+    bonus: float = 0.06
     probe_after: int = 192
     probe: int = 6
 
@@ -166,9 +169,10 @@ class _PassTimes:
 
 
 class CostMeter:
-    """Moving estimates of what things cost; medians of what was seen lately, so that an outlier is only that.
+    """Estimates of what things cost: medians, so that an outlier is only that.
 
-    window: how many measurements of a kind count, the newest ones; None for all.  passes: how many were noted.
+    window: how many measurements of a kind count, the newest ones, so that the estimates move; None for all that were
+    ever made.  passes: how many were noted.
     """
 
     def __init__(self, window: int | None = _WINDOW) -> None:
@@ -209,16 +213,14 @@ class CostMeter:
     def costs(self, drafter: str, shift: float = 0.0) -> Costs | None:
         """The estimates, None before there are any.  shift: how much better the guesses are, in logits."""
         steps = self._steps.get(drafter)
-        if self.passes < 3 or steps is None:
+        if self.passes < _FEW or steps is None:
             return None
         # What is above the lowest is not the link: the verdict came in the middle of a step.
         latency = self._latencies.get(drafter, _Median()).share(0.1)
-        skill, curve = self.skill(drafter), self._curve()
-        first, last = curve[0], curve[-1]
-        slope = (last[1] - first[1]) / (last[0] - first[0]) if last[0] > first[0] else 0.0
-        node = slope or _SLOPE * first[1]
+        skill = self.skill(drafter)
+        base, node, curve = self.pass_times()
         return Costs(
-            verify_base=first[1] - node * first[0],
+            verify_base=base,
             verify_node=node,
             draft=steps.value,
             latency=latency,
@@ -227,12 +229,23 @@ class CostMeter:
             passes=curve,
         )
 
+    def pass_times(self) -> tuple[float, float, tuple[tuple[float, float], ...]]:
+        """verify_base, verify_node and passes of Costs; at least one pass must have been noted."""
+        curve = self._curve()
+        first, last = curve[0], curve[-1]
+        slope = (last[1] - first[1]) / (last[0] - first[0]) if last[0] > first[0] else 0.0
+        node = slope or _SLOPE * first[1]
+        return first[1] - node * first[0], node, curve
+
     def _curve(self) -> tuple[tuple[float, float], ...]:
         """(rows, seconds) by rows; a pass over more rows never takes less."""
         # Copied first: the costs are asked for from other threads, too.
-        fresh = [times for times in list(self._times.values()) if times.seen > self.passes - _STALE]
+        oldest = self.passes - _STALE if self._window is not None else 0
+        fresh = [times for times in list(self._times.values()) if times.seen > oldest]
+        # A few may be outliers, and would lift all that is larger.
+        known = [times for times in fresh if len(times.seconds) >= _FEW] or fresh
         most, curve = 0.0, []
-        for rows, seconds in sorted((times.rows.value, times.seconds.value) for times in fresh):
+        for rows, seconds in sorted((times.rows.value, times.seconds.value) for times in known):
             most = max(most, seconds)
             curve.append((rows, most))
         return tuple(curve)

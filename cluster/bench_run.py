@@ -18,7 +18,7 @@ from paceline.cluster.backend import Backend
 from paceline.cluster.bench_prompts import Prompt
 from paceline.cluster.bench_report import Report, drafter_label
 from paceline.cluster.bench_stats import PACELINE, PLAIN, Answer, Case, Group, Row, Tally
-from paceline.cluster.bench_theory import CostRecord, formula_rate
+from paceline.cluster.bench_theory import PassRecord, formula_rate
 from paceline.cluster.config import NGRAM, ORACLE
 from paceline.cluster.models import Progress
 from paceline.cluster.requests import Codec
@@ -208,7 +208,7 @@ class _Round:
         self._contestants = list(contestants)
         self._plain = contestants[0].case
         self._tallies = {contestant.case: Tally() for contestant in contestants}
-        self._record = CostRecord()
+        self._record = PassRecord()
         self._started = time.monotonic()
 
     def run(self) -> None:

@@ -14,31 +14,36 @@ from paceline.actors.values import Speculation
 from paceline.cluster.bench_stats import Case, Tally, acceptance_by_depth
 
 _FRESH = range(4)
-_ALL = "all"
 
 
-class CostRecord:
-    """What passes and draft steps took over a whole run, not only lately as the verifier's own estimates have it."""
+class PassRecord:
+    """What passes took over a whole run, not only lately as the verifier's own estimates have it."""
 
     def __init__(self) -> None:
         self._meter = CostMeter(window=None)
 
     def add(self, spans: Iterable[Span]) -> None:
-        """Take in what was done."""
+        """Take in what was done; passes that read a prompt do not count."""
         for span in spans:
             if span.name == VERIFY and not span.args["prompt"]:
                 rows = int(span.args["sessions"]) + int(span.args["nodes"])
                 self._meter.note_pass(span.end - span.start, rows)
-            elif span.name == DRAFT:
-                self._meter.note_draft_step(_ALL, span.end - span.start)
 
     def applied(self, latest: Costs) -> Costs:
         """The verifier's latest estimates, with these times instead."""
-        mine = self._meter.costs(_ALL)
-        if mine is None:
+        if not self._meter.passes:
             return latest
-        timed = {name: getattr(mine, name) for name in ("verify_base", "verify_node", "draft", "passes")}
-        return replace(latest, **timed)
+        base, node, curve = self._meter.pass_times()
+        return replace(latest, verify_base=base, verify_node=node, passes=curve)
+
+
+def draft_step(spans: Iterable[Span]) -> float | None:
+    """How long a draft step took, in seconds: the median of the slowest drafter, for a lookup takes next to nothing."""
+    steps: dict[str, list[float]] = {}
+    for span in spans:
+        if span.name == DRAFT:
+            steps.setdefault(span.lane, []).append(span.end - span.start)
+    return max(map(statistics.median, steps.values()), default=None)
 
 
 def formula_rate(case: Case, speculation: Speculation, tally: Tally, costs: Costs | None) -> float | None:
@@ -52,8 +57,7 @@ def formula_rate(case: Case, speculation: Speculation, tally: Tally, costs: Cost
     # Trees are what has a width.
     own = () if case.width is not None else acceptance_by_depth(tally.positions)
     # A step takes longer the more it grows, so each schedule has its own.
-    steps = [span.end - span.start for span in tally.spans if span.name == DRAFT]
-    draft = statistics.median(steps) if steps else costs.draft
+    draft = draft_step(tally.spans) or costs.draft
     costs = replace(costs, acceptance=own or costs.acceptance, draft=draft)
     return rate(_tuned(plan_of(speculation), costs, case.batch), costs, case.batch)
 

@@ -47,7 +47,7 @@ class Cell:
         pass
 
     def trace(self) -> list[Span]:
-        return [Span("verifier", "verify", 1.0, 2.0, {"sessions": 1})]
+        return [Span("verifier", "verify", 1.0, 2.0, {"sessions": 1, "nodes": 0, "prompt": 0})]
 
     def stop(self) -> None:
         cancelled = self.backend.cancelled.qsize()

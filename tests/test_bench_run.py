@@ -18,7 +18,7 @@ from paceline.cluster.bench_peer import LLAMA_CPP, PeerSpec, llama_answer
 from paceline.cluster.bench_report import Report, as_text, write_json
 from paceline.cluster.bench_run import Ask, MeasurementFailed, PeerFailed, Plan, measure
 from paceline.cluster.bench_stats import Answer, Case, Group
-from paceline.cluster.bench_theory import CostRecord
+from paceline.cluster.bench_theory import PassRecord, draft_step
 from paceline.cluster.config import CellConfig
 from scripted import MODEL, ByteCodec, ScriptedBackend, finish
 
@@ -103,19 +103,24 @@ def test_rows_have_the_promised_fields_and_numbers():
     assert row["measured_over_formula"] == pytest.approx(row["decode_tokens_per_s"] * 3 / 1.4)
 
 
-def test_formulas_are_held_to_what_passes_and_draft_steps_took_over_the_whole_run():
+def test_formulas_are_held_to_what_passes_took_over_the_whole_run():
     latest = Costs(verify_base=9.0, verify_node=9.0, draft=9.0, latency=0.25, acceptance=(0.5,))
-    record = CostRecord()
+    record = PassRecord()
     record.add([Span("v", "verify", 0.0, 8.0, {"sessions": 1, "nodes": 0, "prompt": 5}), Span("v", "hit", 8.0, 8.0)])
     assert record.applied(latest) == latest
-    for rows in (1, 5):
-        passes = [Span("v", "verify", 0.0, rows, {"sessions": 1, "nodes": rows - 1, "prompt": 0})] * 200
-        record.add([*passes, Span("d", "draft", 1.0, 1.5)])
-    # A slow end of the run is only its end.
-    record.add([Span("v", "verify", 0.0, 7.0, {"sessions": 1, "nodes": 0, "prompt": 0})] * 40)
-    applied = record.applied(latest)
-    assert (applied.passes, applied.draft, applied.verify(3)) == (((1, 1), (5, 5)), 0.5, 3)
-    assert (applied.latency, applied.acceptance) == (0.25, (0.5,))
+    for rows in (5, 1):
+        record.add([Span("v", "verify", 0.0, rows, {"sessions": 1, "nodes": rows - 1, "prompt": 0})] * 3000)
+    # A slow end of the run is only its end, and one pass of a size says nothing.
+    record.add([Span("v", "verify", 0.0, 7.0, {"sessions": 1, "nodes": 0, "prompt": 0})] * 2000)
+    record.add([Span("v", "verify", 0.0, 50.0, {"sessions": 1, "nodes": 2, "prompt": 0})])
+    assert record.applied(latest) == replace(latest, verify_base=0, verify_node=1, passes=((1, 1), (5, 5)))
+
+
+def test_a_lookup_beside_a_model_drafter_does_not_make_its_steps_shorter():
+    lookups = [Span("drafter-1", "draft", 1.0, 1.001)] * 5
+    assert draft_step([Span("drafter-0", "draft", 1.0, 1.5), *lookups, Span("v", "verify", 0.0, 9.0)]) == 0.5
+    assert draft_step(lookups) == pytest.approx(0.001)
+    assert draft_step([]) is None
 
 
 def test_auto_has_no_formula_and_nobody_has_one_without_costs():

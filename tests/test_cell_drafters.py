@@ -138,6 +138,8 @@ def test_the_timeline_has_a_lane_for_everyone_and_is_given_out_once(cell: Any) -
     assert len(passes) == finish.stats.verify_passes
     assert sum(int(span.args["accepted"]) for span in passes) == finish.stats.accepted
     assert sum(int(span.args["tokens"]) for span in passes) == finish.completion_tokens
+    # The root of its first pass is its prompt's last token.
+    assert [span.args["prompt"] for span in passes] == [finish.prompt_tokens - 1, *[0] * (len(passes) - 1)]
     assert sum(span.name == "hit" for span in spans) == finish.stats.hits
     sent = {(span.args["to"], span.args["base_len"]) for span in spans if span.name == "verdict" and "to" in span.args}
     heard = {(span.lane, span.args["base_len"]) for span in spans if span.name == "verdict" and "of" in span.args}

@@ -74,3 +74,30 @@ def test_prepared_outcomes_hide_the_latency_that_sync_pays_for() -> None:
 def test_measured_passes_count_before_the_line() -> None:
     costs = Costs(0.1, 0.01, 0.01, passes=((2, 0.2), (6, 0.28)))
     assert [costs.verify(rows) for rows in (1, 2, 4, 6, 10)] == pytest.approx([0.19, 0.2, 0.24, 0.28, 0.32])
+
+
+def test_the_mean_of_a_session_s_passes_counts_not_the_pass_of_its_mean() -> None:
+    # Up to four rows a pass takes 0.1, over thirteen 0.4: a mean of few nodes hides what the many cost.
+    bent = Costs(0.1, 0.0, 0.02, acceptance=(0.5,), passes=((1, 0.1), (4, 0.1), (13, 0.4)))
+    fresh, full = 2, 8
+    # amusd's passes are such of `fresh` and of `full` nodes; by its own argument, after so many accepted tokens.
+    again, after = 0.5 ** (full + 1), 0.5 ** (fresh + 1)
+    tokens = (1 - again) * expected_tokens(0.5, fresh) + after * expected_tokens(0.5, full)
+    seconds = (1 - again) * (bent.verify(fresh + 1) + fresh * 0.02) + after * bent.verify(full + 1)
+    plan = Plan("amusd", full)
+    costs = replace(bent, draft=0.02)
+    assert rate(plan, costs) == pytest.approx(tokens / seconds)
+
+
+def test_a_tree_s_deeper_guesses_count_by_their_own_acceptance() -> None:
+    tree = Plan("swiftspec", width=4, budget=12)
+
+    def speed(*acceptance: float) -> float:
+        return rate(tree, Costs(0.1, 0.0, 0.01, acceptance=acceptance))
+
+    assert speed(0.8, 0.3, 0.3, 0.3, 0.3) == speed(0.8, 0.3) < 0.9 * speed(0.8)
+
+
+def test_the_smallest_pass_never_comes_for_nothing() -> None:
+    steep = Costs(0.0, 0.002, 0.01, passes=((30, 0.02), (60, 0.08)))
+    assert steep.verify(1) == 0.01
