@@ -44,9 +44,10 @@ class Costs:
         last = (0.0, 0.0)
         for known in self.passes:
             if rows <= known[0]:
+                if last[0]:
+                    return _between(last, known, rows)
                 # However steep the line, the smallest pass still streams the weights.
-                below = max(known[1] - self.verify_node * (known[0] - rows), known[1] / 2)
-                return _between(last, known, rows) if last[0] else below
+                return max(known[1] - self.verify_node * (known[0] - rows), known[1] / 2)
             last = known
         return last[1] + self.verify_node * (rows - last[0]) if last[0] else self.verify_base + self.verify_node * rows
 
@@ -117,18 +118,18 @@ def _share_passes(kinds: Sequence[Kind], costs: Costs, sessions: int) -> float:
     shares = sum(kind.share for kind in kinds)
     tokens, nodes, wait = (sum(kind.share * kind[i] for kind in kinds) / shares for i in (1, 2, 3))
 
-    def passes(others: float) -> float:
+    def shared_pass(others: float) -> float:
         """A pass shared with so many others, whose nodes are the mean; what this one brings bends its time upwards."""
         rows = others * (nodes + 1)
         return sum(kind.share * costs.verify(kind.nodes + 1 + rows) for kind in kinds) / shares
 
     if sessions == 1:
-        return tokens / (passes(0) + wait)
+        return tokens / (shared_pass(0) + wait)
     ready = sum(kind.share for kind in kinds if kind.wait <= 0) / shares
     together = (1 - ready) ** (sessions - 1)
     active = float(sessions)
     for _ in range(4):
-        taken = passes(active - 1)
+        taken = shared_pass(active - 1)
         missed = sum(kind.share * math.ceil(kind.wait / taken) for kind in kinds) / shares * taken
         idle = together * wait + (1 - together) * missed
         active = sessions * (together + (1 - together) * taken / (taken + missed))
@@ -311,8 +312,7 @@ def _swiftspec(plan: Plan, costs: Costs, sessions: int) -> list[Kind]:
 
 def _deeper(costs: Costs) -> float:
     """The acceptance below the first depth: the geometric mean of the next four."""
-    first = costs.accepts(1)
-    return float((costs.survives(5) / first) ** (1 / 4)) if first else 0.0
+    return math.prod(map(costs.accepts, range(2, 6))) ** 0.25
 
 
 def _rounded(share: float) -> float:

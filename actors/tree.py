@@ -251,12 +251,10 @@ class _Builder:
             if len(self.names) < NAMES:
                 self.names[id] = twin
             return "repeated"
-        logq = logq if logq > LEAST_LOGQ else LEAST_LOGQ
-        if parent == ROOT:
-            self.nodes[id] = Node(id, ROOT, token, logq, 1, logq)
-        else:
-            above = self.nodes[parent]
-            self.nodes[id] = Node(id, parent, token, logq, above.depth + 1, above.score + logq)
+        above = self.nodes.get(parent)
+        depth, score = (above.depth, above.score) if above else (0, 0.0)
+        logq = max(logq, LEAST_LOGQ)
+        self.nodes[id] = Node(id, parent, token, logq, depth + 1, score + logq)
         self.children[parent, token] = id
         self.names[id] = id
         return "added"

@@ -491,13 +491,20 @@ class Verifier:
             except Exception as error:
                 self._fail(session, error)
         ended, done = self._clock(), self.counters - before
-        nodes, prompt = sum(len(item.tree.tokens) for item in work), sum(len(item.tail) - item.whole for item in work)
+        nodes = sum(len(item.tree.tokens) for item in work)
+        # Tokens of prompts; the last one of a whole tail is the root that every pass has.
+        prompt = sum(len(item.tail) - item.whole for item in work)
         if not prompt:
             self.controller.note_pass(ended - started, len(work) + nodes)
-        # What is counted of the work: sequences, guesses, tokens of prompts besides the root, and what became of them.
-        what = {"sessions": len(work), "nodes": nodes, "prompt": prompt}
         self._tracer.record(
-            VERIFY, started, ended, **what, accepted=done["accepted_nodes"], tokens=done["committed_tokens"]
+            VERIFY,
+            started,
+            ended,
+            sessions=len(work),
+            nodes=nodes,
+            prompt=prompt,
+            accepted=done["accepted_nodes"],
+            tokens=done["committed_tokens"],
         )
 
     def _fail(self, session: Session, error: Exception) -> None:

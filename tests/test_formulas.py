@@ -85,8 +85,7 @@ def test_the_mean_of_a_session_s_passes_counts_not_the_pass_of_its_mean() -> Non
     tokens = (1 - again) * expected_tokens(0.5, fresh) + after * expected_tokens(0.5, full)
     seconds = (1 - again) * (bent.verify(fresh + 1) + fresh * 0.02) + after * bent.verify(full + 1)
     plan = Plan("amusd", full)
-    costs = replace(bent, draft=0.02)
-    assert rate(plan, costs) == pytest.approx(tokens / seconds)
+    assert rate(plan, bent) == pytest.approx(tokens / seconds)
 
 
 def test_a_tree_s_deeper_guesses_count_by_their_own_acceptance() -> None:
