@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from paceline.actors.drafters import Ask, Drafter, DrafterFull, Guess
+from paceline.actors.drafters import Ask, Drafter, DrafterFull, Guess, Start
 from paceline.actors.inbox import Inbox, Peers
 from paceline.actors.link import Link, LinkDown, LinkEvent, LinkUp, Received
 from paceline.actors.messages import Close, GrowthMessage, Malformed, Open, Verdict, decode, encode
@@ -265,7 +265,7 @@ class DrafterLoop:
 
     def _admit(self, message: Open) -> int | None:
         try:
-            return self._drafter.open(message.tokens, message.sampling, message.max_tokens)
+            return self._drafter.open(Start(message.tokens, message.sampling, message.prompt_len, message.constraints))
         except DrafterFull as error:
             log.info("session %d goes undrafted: %s", message.session, error)
             self.counters["refused_sessions"] += 1

@@ -10,12 +10,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from paceline.actors.constraints import Compile, Shaper
 from paceline.actors.engine import Engine, Feed
+from paceline.actors.grammar import GrammarError
 from paceline.actors.ranking import Candidate, Ranker, Rows
 from paceline.actors.schedules import MAX_CHILDREN, MAX_NODES
 from paceline.actors.tree import ROOT, DraftTree
-from paceline.actors.values import Sampling
+from paceline.actors.values import FREE, Constraints, Sampling
 from paceline.actors.vocabulary import check_head
+from torch import Tensor
 
 CANDIDATES = MAX_CHILDREN
 """How many children a model drafter remembers of each node it has evaluated: the widest that a node may be expanded."""
@@ -47,13 +50,23 @@ class Ask:
     depth: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a session begins with: all its committed tokens, of which the first prompt_len are the prompt's."""
+
+    tokens: Sequence[int]
+    sampling: Sampling
+    prompt_len: int = 0
+    constraints: Constraints = FREE
+
+
 class Drafter(Protocol):
     """Guesses for many sessions at once.  version: changes whenever the same question may get another answer."""
 
     version: int
 
-    def open(self, tokens: Sequence[int], sampling: Sampling, max_tokens: int) -> int:
-        """Begin a session after these committed tokens and return its id.  Raises DrafterFull."""
+    def open(self, start: Start) -> int:
+        """Begin a session and return its id.  Raises DrafterFull."""
         ...
 
     def close(self, session: int) -> None:
@@ -103,10 +116,10 @@ class NgramDrafter:
         self._histories: dict[int, _History] = {}
         self._ids = itertools.count()
 
-    def open(self, tokens: Sequence[int], sampling: Sampling, max_tokens: int) -> int:
+    def open(self, start: Start) -> int:
         """See Drafter.open."""
         session = next(self._ids)
-        history = self._histories[session] = _History(list(tokens))
+        history = self._histories[session] = _History(list(start.tokens))
         history.index(self.LONGEST)
         return session
 
@@ -140,12 +153,14 @@ class _Branch:
     """One session of a model drafter.
 
     tokens: the committed ones; the engine has cached some of them, the rest is fed before anything else.
+    edit: what the request's constraints do to the logits below them.
     slots: the engine's pending slot of every evaluated node.  candidates: what it guesses after these and after ROOT.
     """
 
     sequence: int
     sampling: Sampling
     tokens: list[int]
+    edit: Shaper | None = None
     slots: dict[int, int] = field(default_factory=dict)
     candidates: dict[int, tuple[Candidate, ...]] = field(default_factory=dict)
 
@@ -159,24 +174,41 @@ class ModelDrafter:
     prefill_chunk: committed tokens fed per step, so that a long prompt does not hold up what others draft.
     head: the token ids that the engine's logits are of, if its head was trimmed to them (see vocabulary.trim_head);
     no other token is guessed.  Raises ValueError if these cannot be ids of its vocabulary.
+    compile: makes what follows a grammar; without it, sessions that have one go undrafted.
     """
 
-    def __init__(self, engine: Engine, prefill_chunk: int = 256, head: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        prefill_chunk: int = 256,
+        head: Sequence[int] | None = None,
+        compile: Compile | None = None,
+    ) -> None:
         if head is not None:
             check_head(head, engine.vocab_size)
         self.version = 0
-        self._engine, self._chunk = engine, prefill_chunk
-        self._ranker = Ranker(CANDIDATES, head)
+        self._engine, self._chunk, self._compile = engine, prefill_chunk, compile
+        self._ranker = Ranker(CANDIDATES, engine.vocab_size, head)
         self._branches: dict[int, _Branch] = {}
 
-    def open(self, tokens: Sequence[int], sampling: Sampling, max_tokens: int) -> int:
+    def open(self, start: Start) -> int:
         """See Drafter.open."""
-        needs = [self._need(tokens), *(self._need(branch.tokens) for branch in self._branches.values())]
+        needs = [self._need(start.tokens), *(self._need(branch.tokens) for branch in self._branches.values())]
         if not self._engine.fits(needs):
             raise DrafterFull(f"no room for {needs[0]} more cached positions beside {len(self._branches)} sessions")
+        edit = self._shaper(start)
         sequence = self._engine.open()
-        self._branches[sequence] = _Branch(sequence, sampling, list(tokens))
+        self._branches[sequence] = _Branch(sequence, start.sampling, list(start.tokens), edit)
         return sequence
+
+    def _shaper(self, start: Start) -> Shaper | None:
+        if not start.constraints.active:
+            return None
+        prompt, output = start.tokens[: start.prompt_len], start.tokens[start.prompt_len :]
+        try:
+            return Shaper(start.constraints, prompt, output, self._engine.vocab_size, self._compile)
+        except GrammarError as error:
+            raise DrafterFull(f"it cannot follow the grammar: {error}") from error
 
     def _need(self, tokens: Sequence[int]) -> int:
         """Cached positions of a session as it is now, with a whole tree."""
@@ -191,6 +223,8 @@ class ModelDrafter:
         """See Drafter.reroot."""
         branch = self._branches[session]
         branch.tokens += tokens
+        if branch.edit is not None:
+            branch.edit.advance(tokens)
         path = tree.follow(tokens)
         evaluated = list(itertools.takewhile(branch.slots.__contains__, path))
         if len(evaluated) == len(tokens):
@@ -242,8 +276,7 @@ class ModelDrafter:
         if not plans:
             return
         logits = self._engine.step([plan.feed() for plan in plans])
-        parts = zip(logits, plans, strict=True)
-        ranked = self._ranker.rank([Rows(rows, plan.branch.sampling, plan.positions) for rows, plan in parts])
+        ranked = self._ranker.rank([plan.rows(rows) for rows, plan in zip(logits, plans, strict=True)])
         for plan, found in zip(plans, ranked, strict=True):
             plan.take(found)
 
@@ -287,6 +320,7 @@ class _Plan:
         self._first_slot = engine.pending(branch.sequence)
         self._nodes: dict[int, int] = {}  # id -> slot
         self._parents: list[int] = []
+        self._paths: list[tuple[int, ...]] = []
 
     def want(self, ask: Ask) -> bool:
         """Also evaluate the asked node.  False if that cannot be done before the next re-root."""
@@ -313,6 +347,7 @@ class _Plan:
                 self.tokens.append(tree.nodes[id].token)
                 self._parents.append(above)
                 self.positions.append(len(self.branch.tokens) + depth)
+                self._paths.append(tuple(tree.nodes[id].token for id in path[:depth]))
             above = known
 
     def prefill(self, limit: int) -> int:
@@ -325,6 +360,7 @@ class _Plan:
         self._parents += range(-1, len(tail) - 1)
         if tail and len(tail) == len(self.uncached):
             self.positions.append(len(self.branch.tokens))
+            self._paths.append(())
         return len(tail)
 
     def feed(self) -> Feed:
@@ -332,6 +368,10 @@ class _Plan:
         count = len(self.tokens)
         rows = range(count - len(self.positions), count)
         return Feed(self.branch.sequence, tuple(self.tokens), tuple(self._parents), tuple(rows))
+
+    def rows(self, logits: Tensor) -> Rows:
+        """What the step has brought, ready to be ranked."""
+        return Rows(logits, self.branch.sampling, self.positions, self.branch.edit, self._paths)
 
     def take(self, ranked: Sequence[tuple[Candidate, ...]]) -> None:
         """Note what the step has brought.  ranked: what follows each of the rows."""

@@ -9,17 +9,20 @@ from __future__ import annotations
 import enum
 import math
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from paceline.actors.schedules import Plan
 from paceline.actors.tree import ROOT, NewNode
-from paceline.actors.values import Sampling
+from paceline.actors.values import FREE, Constraints, Sampling
 
-VERSION = 2
+VERSION = 3
 _MAGIC = b"PL"
 _HEADER = struct.Struct("<2sBBIII")
-_OPEN = struct.Struct("<QdddII")
+_OPEN = struct.Struct("<QdddIII")
+_CONSTRAINTS = struct.Struct("<dddIIIII")
+_BIAS = struct.Struct("<Id")
 _PLAN = struct.Struct("<16sHHHHHf")
 _GROWTH = struct.Struct("<IBxHff")
 _VERDICT = struct.Struct("<BxH")
@@ -47,7 +50,10 @@ class Malformed(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Verifier to drafter: begin to draft after `tokens`, all the committed ones.  base_len is their number."""
+    """Verifier to drafter: begin to draft after `tokens`, all the committed ones.  base_len is their number.
+
+    prompt_len: how many of them are the prompt's.
+    """
 
     session: int
     epoch: int
@@ -55,6 +61,8 @@ class Open:
     sampling: Sampling
     plan: Plan
     max_tokens: int
+    prompt_len: int = 0
+    constraints: Constraints = FREE
 
     @property
     def base_len(self) -> int:
@@ -143,10 +151,28 @@ def _encode_open(message: Open) -> bytes:
         sampling.min_p,
         sampling.top_k,
         message.max_tokens,
+        message.prompt_len,
     )
-    return (
-        _header(_Kind.OPEN, message, message.base_len) + fixed + _pack_plan(message.plan) + _pack_tokens(message.tokens)
+    plan, constraints = _pack_plan(message.plan), _pack_constraints(message.constraints)
+    return _header(_Kind.OPEN, message, message.base_len) + fixed + plan + constraints + _pack_tokens(message.tokens)
+
+
+def _pack_constraints(constraints: Constraints) -> bytes:
+    grammar = constraints.grammar.encode()
+    # Each bad word stands behind its length.
+    words = tuple(number for word in constraints.bad_words for number in (len(word), *word))
+    fixed = _CONSTRAINTS.pack(
+        constraints.repetition_penalty,
+        constraints.frequency_penalty,
+        constraints.presence_penalty,
+        constraints.min_tokens,
+        len(constraints.logit_bias),
+        len(constraints.ends),
+        len(words),
+        len(grammar),
     )
+    bias = b"".join(_BIAS.pack(token, value) for token, value in constraints.logit_bias)
+    return fixed + bias + _pack_tokens((*constraints.ends, *words)) + grammar
 
 
 def _encode_growth(message: GrowthMessage) -> bytes:
@@ -212,14 +238,51 @@ class _Body:
         return struct.unpack_from(f"<{count}I", self.data, start)
 
     def _open(self) -> Open:
-        seed, temperature, top_p, min_p, top_k, max_tokens = self._fixed(_OPEN)
+        seed, temperature, top_p, min_p, top_k, max_tokens, prompt_len = self._fixed(_OPEN)
         if not all(map(math.isfinite, (temperature, top_p, min_p))) or temperature < 0:
             self.fail("a sampling field is out of its range")
         start = _HEADER.size + _OPEN.size
         plan = self._plan(start)
-        tokens = self._tokens(start + _PLAN.size, self.base_len)
+        if prompt_len > self.base_len:
+            self.fail(f"a prompt of {prompt_len} tokens in {self.base_len}")
+        constraints, start = self._constraints(start + _PLAN.size)
+        tokens = self._tokens(start, self.base_len)
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
-        return Open(self.session, self.epoch, tokens, sampling, plan, max_tokens)
+        return Open(self.session, self.epoch, tokens, sampling, plan, max_tokens, prompt_len, constraints)
+
+    def _constraints(self, start: int) -> tuple[Constraints, int]:
+        """They, and where they end."""
+        repetition, frequency, presence, min_tokens, biases, ends, words, grammar = self._fixed(_CONSTRAINTS, start)
+        start += _CONSTRAINTS.size
+        if not (all(map(math.isfinite, (repetition, frequency, presence))) and repetition > 0):
+            self.fail("a penalty is out of its range")
+        part = self._part(start, _BIAS.size * biases)
+        bias = tuple(_BIAS.iter_unpack(part))
+        if not all(math.isfinite(value) for _, value in bias):
+            self.fail("a bias is not finite")
+        numbers = struct.unpack(f"<{ends + words}I", self._part(start + len(part), 4 * (ends + words)))
+        start += len(part) + 4 * len(numbers)
+        try:
+            text = bytes(self._part(start, grammar)).decode()
+        except UnicodeDecodeError:
+            self.fail("the grammar is not UTF-8")
+        bad_words = tuple(self._words(numbers[ends:]))
+        constraints = Constraints(bias, repetition, frequency, presence, bad_words, min_tokens, numbers[:ends], text)
+        return constraints, start + grammar
+
+    def _words(self, numbers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """Token sequences, each behind its length."""
+        while numbers:
+            end = 1 + numbers[0]
+            if not 1 < end <= len(numbers):
+                self.fail("a bad word is cut off")
+            yield numbers[1:end]
+            numbers = numbers[end:]
+
+    def _part(self, start: int, size: int) -> memoryview:
+        if len(self.data) < start + size:
+            self.fail(f"{len(self.data)} bytes are too few")
+        return memoryview(self.data)[start : start + size]
 
     def _growth(self) -> GrowthMessage:
         version, flags, count, step, age = self._fixed(_GROWTH)

@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
-from paceline.actors.drafters import Ask, Guess
+from paceline.actors.drafters import Ask, Guess, Start
 from paceline.actors.tree import ROOT, DraftTree
-from paceline.actors.values import Sampling
 
 PREFIX = "oracle:"
 _FORM = "oracle:alpha=0.8,cost=0.1[,second=0.5]"
@@ -135,10 +134,10 @@ class OracleDrafter:
             # A new list each time, so that the drafting thread may read the old one without the lock.
             self._lessons = [*self._lessons, lesson]
 
-    def open(self, tokens: Sequence[int], sampling: Sampling, max_tokens: int) -> int:
+    def open(self, start: Start) -> int:
         """See Drafter.open."""
         session = next(self._ids)
-        self._pupils[session] = _Pupil(list(tokens))
+        self._pupils[session] = _Pupil(list(start.tokens))
         return session
 
     def close(self, session: int) -> None:

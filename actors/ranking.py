@@ -6,16 +6,19 @@ at temperature > 0 the noise of the position.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
 import torch
-from paceline.actors.rule import process
+from paceline.actors.rule import Edit, process
 from paceline.actors.values import Sampling
 from paceline.kernels.noise import gumbel
 from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 _CHUNK = 64
 
@@ -35,18 +38,21 @@ class Rows(NamedTuple):
     """What a step has brought for one session.
 
     logits: [rows, columns].  positions: per row the index in the whole sequence of the token that it decides.
+    edit, paths: the request's constraints, and per row the tokens between its committed prefix and that row.
     """
 
     logits: Tensor
     sampling: Sampling
     positions: Sequence[int]
+    edit: Edit | None = None
+    paths: Sequence[tuple[int, ...]] = ()
 
 
 class Ranker:
     """Finds the `count` likeliest tokens of each row.  head: the ids that the columns stand for; None: 0, 1, 2, ..."""
 
-    def __init__(self, count: int, head: Sequence[int] | None = None) -> None:
-        self._count = count
+    def __init__(self, count: int, vocab_size: int, head: Sequence[int] | None = None) -> None:
+        self._count, self._vocab_size = count, vocab_size
         self._head = None if head is None else torch.tensor(head)
         # The noise of a token does not depend on how many others there are.
         self._reach = 1 + max(head) if head else 0
@@ -75,14 +81,31 @@ class Ranker:
 
     def _fill(self, place: Tensor, part: Rows) -> None:
         """Write the log shares of rule.perturbed of each row."""
+        logits = part.logits
+        if part.edit is not None:
+            rows = zip(part.logits, part.paths, strict=True)
+            logits = torch.stack([self._edited(row, path, part.edit) for row, path in rows])
         if part.sampling.temperature == 0:
-            torch.log_softmax(part.logits, -1, out=place)
+            torch.log_softmax(logits, -1, out=place)
             return
         # Siblings share a position, and so its noise.
         levels = sorted(set(part.positions))
         noise = self._noise(part.sampling.seed, levels, part.logits)
-        for row, position, out in zip(part.logits, part.positions, place, strict=True):
+        for row, position, out in zip(logits, part.positions, place, strict=True):
             torch.log_softmax(process(row, part.sampling) + noise[levels.index(position)], -1, out=out)
+
+    def _edited(self, row: Tensor, path: tuple[int, ...], edit: Edit) -> Tensor:
+        """A row as the target's would be edited; nothing can be guessed after one that cannot be."""
+        whole = row
+        if self._head is not None:
+            whole = row.new_full((self._vocab_size,), -torch.inf)
+            whole[self._head] = row
+        try:
+            whole = edit(whole, path)
+        except Exception as error:
+            log.debug("nothing can be guessed after %s: %s", path, error)
+            whole = torch.full_like(whole, -torch.inf)
+        return whole if self._head is None else whole[self._head]
 
     def _noise(self, seed: int, positions: Sequence[int], logits: Tensor) -> Tensor:
         if self._head is None:

@@ -23,7 +23,7 @@ from paceline.actors.inbox import Shutdown
 from paceline.actors.link import LinkSettings, StoreAddress, TorchLink, host_store
 from paceline.actors.oracle import OracleDrafter, OracleSpec
 from paceline.actors.session import Limits
-from paceline.actors.text import TextCodec
+from paceline.actors.text import TextCodec, stream_of
 from paceline.actors.trace import Span, Tracer
 from paceline.actors.values import Delta, Request
 from paceline.actors.verifier import Cancel, Submit, Verifier, VerifierSettings
@@ -42,6 +42,7 @@ class ModelSpec:
 
     kv_tokens: cached positions over all sessions.  head: the token ids that logits are wanted of, None for all.
     int8: hold the weights of linear layers in int8; CPU only.  graphs: record passes of a fixed shape; GPU only.
+    tokenizer: of a drafter, the directory of the target, whose tokens grammars speak of.
     """
 
     directory: str
@@ -50,6 +51,7 @@ class ModelSpec:
     head: tuple[int, ...] | None = None
     int8: bool = False
     graphs: bool = True
+    tokenizer: str = ""
 
     def load(self, device: Device) -> Engine:
         """The engine of it, on this process's device."""
@@ -118,7 +120,9 @@ class DrafterSpec:
             case OracleSpec():
                 return OracleDrafter(self.source)
             case ModelSpec():
-                return ModelDrafter(self.source.load(device), head=self.source.head)
+                engine = self.source.load(device)
+                grammars = TextCodec.load(self.source.tokenizer).grammars(engine.vocab_size)
+                return ModelDrafter(engine, head=self.source.head, compile=grammars.matcher if grammars else None)
 
 
 class _Worker:
@@ -175,9 +179,15 @@ class VerifierActor:
         device = spec.place.claim()
         engine = spec.model.load(device)
         codec = TextCodec.load(spec.model.directory)
-        limits = Limits(codec.eos_ids, engine.context_length)
+        limits = Limits(codec.eos_ids, engine.context_length, engine.vocab_size)
+        grammars = codec.grammars(engine.vocab_size)
         verifier = Verifier(
-            engine, limits, lambda request: codec.stream(request.stop), spec.settings, tracer=self._tracer
+            engine,
+            limits,
+            partial(stream_of, codec),
+            spec.settings,
+            compile=grammars.matcher if grammars else None,
+            tracer=self._tracer,
         )
         for one in spec.links:
             link = TorchLink(one.name, "verifier", self._store, device, verifier.inbox.put, one.settings)

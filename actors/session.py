@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from paceline.actors.constraints import Compile, Shaper
+from paceline.actors.logprobs import logprobs
 from paceline.actors.messages import GrowthMessage, Open, Verdict
-from paceline.actors.rule import Outcome
+from paceline.actors.rule import Edit, Outcome
 from paceline.actors.schedules import MAX_NODES, plan_of
 from paceline.actors.tree import ROOT, DraftTree, Growth, NewNode, Subtree
-from paceline.actors.values import Delta, ErrorCode, Finish, FinishReason, Request, Stats
+from paceline.actors.values import FREE, Delta, ErrorCode, Finish, FinishReason, Request, Stats, TokenLogprobs
+from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +34,11 @@ class TextStream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the target allows: its end-of-sequence ids, and positions per sequence."""
+    """What the target allows: its end-of-sequence ids, positions per sequence, and columns of its logits."""
 
     eos_ids: frozenset[int]
     context_length: int
+    vocab_size: int
 
 
 @dataclass(slots=True)
@@ -67,7 +71,9 @@ class Session:
     verdict_at: when the last pass ended, 0 before the first one.  served: the number of that pass.
     """
 
-    def __init__(self, request: Request, slot: int, limits: Limits, text: TextStream) -> None:
+    def __init__(
+        self, request: Request, slot: int, limits: Limits, text: TextStream, compile: Compile | None = None
+    ) -> None:
         self.request, self.slot = request, slot
         self.sequence = -1
         self.plan = plan_of(request.speculation)
@@ -80,6 +86,10 @@ class Session:
         self.verdict_at = 0.0
         self._limits, self._text = limits, text
         self._stops = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else limits.eos_ids)
+        self._constraints = replace(request.constraints, ends=tuple(sorted(self._stops)))
+        active = self._constraints.active
+        self._shaper = Shaper(self._constraints, request.prompt, (), limits.vocab_size, compile) if active else None
+        self._prompt_logprobs: list[TokenLogprobs] = []
         self._drafted = self._accepted = self._passes = self._hits = 0
         self._waited = 0.0
         self._positions: list[list[int]] = []
@@ -111,7 +121,16 @@ class Session:
         number = next(number for number in range(MAX_FEEDERS) if number not in taken)
         self.drop(name)
         self.feeders[name] = Feeder(name, number, epoch)
-        return Open(self.slot, epoch, tuple(self.tokens), self.request.sampling, self.plan, self.remaining)
+        return Open(
+            self.slot,
+            epoch,
+            tuple(self.tokens),
+            self.request.sampling,
+            self.plan,
+            self.remaining,
+            len(self.request.prompt),
+            self._constraints if self._constraints.active else FREE,
+        )
 
     def drop(self, name: str) -> None:
         """Go on without this drafter.  What it has grown is forgotten with it, for its ids may come again."""
@@ -166,9 +185,37 @@ class Session:
         nodes.sort(key=lambda node: (-node.score, node.depth))
         return self.mirror.subtree(node.id for node in nodes[:count])
 
-    def commit(self, outcome: Outcome, tree: Subtree, waited: float) -> Delta:
-        """Take in what one pass over `tree` decided, after a draft had been waited for for `waited` seconds."""
+    @property
+    def edit(self) -> Edit | None:
+        """What the constraints do to the logits after the committed tokens."""
+        return self._shaper
+
+    @property
+    def unread(self) -> bool:
+        """Whether log-probabilities of the prompt are still wanted, so that all of it has to be read."""
+        return self.request.prompt_logprobs is not None and self._missing > 0
+
+    @property
+    def _missing(self) -> int:
+        """How many tokens of the prompt have no log-probability yet, where they are wanted."""
+        return len(self.request.prompt) - 1 - len(self._prompt_logprobs)
+
+    def read(self, start: int, rows: Tensor) -> None:
+        """Note the log-probabilities of the prompt's tokens.  rows: logits [n, V], the first one after `start`."""
+        known = 1 + len(self._prompt_logprobs)
+        tokens = self.request.prompt[start + 1 : start + 1 + len(rows)]
+        # What was read before the session paused is read again.
+        skip = max(0, known - (start + 1))
+        self._prompt_logprobs += logprobs(rows[skip : len(tokens)], tokens[skip:], self.request.prompt_logprobs or 0)
+
+    def commit(self, outcome: Outcome, tree: Subtree, logits: Tensor, waited: float) -> Delta:
+        """Take in what one pass over `tree` decided, after a draft had been waited for for `waited` seconds.
+
+        logits: [1 + N, V], those that the pass was decided by.
+        """
         tokens, text, reason = self._cut(outcome.tokens)
+        if self._shaper is not None:
+            self._shaper.advance(tokens)
         self.tokens += tokens
         self.mirror = self.mirror.reroot(tokens)
         self.ready_at = None
@@ -179,7 +226,19 @@ class Session:
         self._accepted += accepted
         self._drafted += len(seen)
         self._count_positions(max(seen, default=0), accepted)
-        return Delta(tokens, text, self.finish(reason) if reason is not None else None)
+        finish = self.finish(reason) if reason is not None else None
+        return Delta(tokens, text, finish, self._logprobs(outcome, tokens, logits), self._take_prompt_logprobs())
+
+    def _logprobs(self, outcome: Outcome, tokens: tuple[int, ...], logits: Tensor) -> tuple[TokenLogprobs, ...]:
+        """Those of the committed tokens, if they are wanted."""
+        if self.request.top_logprobs is None:
+            return ()
+        rows = [0, *(1 + node for node in outcome.path)][: len(tokens)]
+        return tuple(logprobs(logits[rows], tokens, self.request.top_logprobs))
+
+    def _take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Those of the prompt, with the first tokens."""
+        return tuple(self._prompt_logprobs) if self._passes == 1 else ()
 
     def _count_positions(self, drafted: int, accepted: int) -> None:
         while len(self._positions) < drafted:
@@ -198,14 +257,16 @@ class Session:
     def _cut(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], str, FinishReason | None]:
         """The tokens up to where the request ends, their text, and why it ends there, if it does."""
         end = next((i + 1 for i, token in enumerate(tokens) if token in self._stops), None)
-        limit = self.remaining
-        kept = tokens[: min(limit, end or limit)]
-        text, stopped = self._text.push(kept)
+        complete = self._shaper.end(tokens[:end]) if self._shaper is not None else None
+        kept = tokens[: min(n for n in (self.remaining, end, complete) if n is not None)]
+        # The text of a stop token goes the way of a stop string.
+        silent = len(kept) == end and not self.request.include_stop
+        text, stopped = self._text.push(kept[:-1] if silent else kept)
         if stopped is not None:
             return kept[:stopped], text, "stop"
-        if end is not None and end <= limit:
+        if len(kept) in (end, complete):
             return kept, text + self._text.flush(), "stop"
-        if len(kept) == limit:
+        if len(kept) == self.remaining:
             return kept, text + self._text.flush(), "length"
         return kept, text, None
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.actors.grammar import GrammarError, Grammars
 from paceline.actors.session import TextStream
+from paceline.actors.values import Request
+
+log = logging.getLogger(__name__)
 
 # A tokenizer lies in a checkpoint as at least one of these; transformers would make up an empty one without them.
 _TOKENIZER_FILES = (
@@ -93,18 +98,41 @@ class TextCodec:
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
         return tuple(ids)
 
-    def stream(self, stop: Sequence[str] = ()) -> TextStream:
-        """A new stream of text that ends before the first of the `stop` strings.
+    def grammars(self, vocab_size: int) -> Grammars | None:
+        """What compiles grammars for this tokenizer, and logits of so many columns; None where nothing can.
 
+        This takes up to seconds.
+        """
+        if self._tokenizer is None:
+            return None
+        try:
+            return Grammars(self._tokenizer, vocab_size, self.eos_ids)
+        except GrammarError as error:
+            log.warning("%s", error)
+            return None
+
+    def piece(self, token: int) -> str:
+        """The text of one token by itself; U+FFFD where it is not whole characters, "" without a tokenizer."""
+        return "" if self._decoder is None else self._decoder([token])
+
+    def stream(self, stop: Sequence[str] = (), *, min_tokens: int = 0, include: bool = False) -> TextStream:
+        """A new stream of text that ends before the first of the `stop` strings, or behind it, with `include`.
+
+        min_tokens: with the first so many tokens it does not end.
         Raises ValueError for an empty stop string, and for any without a tokenizer.
         """
         if "" in stop:
             raise ValueError("a stop string must not be empty")
         if self._decoder is not None:
-            return Detokenizer(self._decoder, stop)
+            return Detokenizer(self._decoder, stop, min_tokens, include)
         if stop:
             raise ValueError(f"{_NO_TOKENIZER}: send stop_token_ids instead of stop strings")
         return _NoText()
+
+
+def stream_of(codec: TextCodec, request: Request) -> TextStream:
+    """The text of one request."""
+    return codec.stream(request.stop, min_tokens=request.constraints.min_tokens, include=request.include_stop)
 
 
 class Decoder:
@@ -180,9 +208,10 @@ class Detokenizer:
     a later token could still change it, and while it could be the beginning of a stop string.
     """
 
-    def __init__(self, decoder: Decoder, stop: Sequence[str]) -> None:
+    def __init__(self, decoder: Decoder, stop: Sequence[str], min_tokens: int = 0, include: bool = False) -> None:
         self._window = _Window(decoder)
-        self._decoder, self._stop = decoder, tuple(stop)
+        self._decoder, self._stop, self._include = decoder, tuple(stop), include
+        self._early = min_tokens
         self._held = ""
 
     def push(self, token_ids: tuple[int, ...]) -> tuple[str, int | None]:
@@ -194,13 +223,14 @@ class Detokenizer:
             return self._push_block(token_ids), None
         pieces: list[str] = []
         for used, token in enumerate(token_ids, start=1):
+            early, self._early = self._early > 0, self._early - 1
             if not self._window.add((token,)):
                 continue
             text = self._held + self._window.pending
-            start = self._stop_in(text)
-            if start is not None:
+            end = None if early else self._end_in(text)
+            if end is not None:
                 self._held, self._window = "", _Window(self._decoder)
-                return "".join((*pieces, text[:start])), used
+                return "".join((*pieces, text[:end])), used
             if self._window.settle():
                 free = len(text) - self._beginning_at_end(text)
                 pieces.append(text[:free])
@@ -216,11 +246,12 @@ class Detokenizer:
         text = self._window.pending
         return text if self._window.settle() else ""
 
-    def _stop_in(self, text: str) -> int | None:
-        """Where the first stop string starts."""
+    def _end_in(self, text: str) -> int | None:
+        """Where the text ends, if a stop string is complete in it: where the first one starts, or ends."""
         # A character of which only the first bytes are there is not yet the one that it looks like.
         complete = text.rstrip(_REPLACEMENT)
-        return min((start for stop in self._stop if (start := complete.find(stop)) >= 0), default=None)
+        found = [(start, start + len(stop)) for stop in self._stop if (start := complete.find(stop)) >= 0]
+        return min(found)[self._include] if found else None
 
     def _beginning_at_end(self, text: str) -> int:
         """How many characters at the end of `text` could be the beginning of a stop string."""

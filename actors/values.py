@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-ErrorCode = Literal["", "internal", "exhausted", "bad_logits"]
+ErrorCode = Literal["", "internal", "invalid", "exhausted", "bad_logits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,40 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """What changes the target's logits before a token is drawn from them; see constraints.Shaper for the order.
+
+    logit_bias: (token, what is added to its logit).  repetition_penalty: 1 is off; over prompt and completion.
+    frequency_penalty, presence_penalty: 0 is off; over the completion.  bad_words: token sequences that are never
+    completed.  min_tokens: none of the first so many tokens is one of `ends`.  ends: the ids that end the request.
+    grammar: what the completion has to follow, as llguidance writes it; "" for none.
+    """
+
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    ends: tuple[int, ...] = ()
+    grammar: str = ""
+
+    @property
+    def penalize(self) -> bool:
+        """Whether any penalty is on."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is changed at all."""
+        return bool(self.logit_bias or self.penalize or self.bad_words or self.min_tokens or self.grammar)
+
+
+FREE = Constraints()
+"""No constraints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +77,10 @@ class Speculation:
 class Request:
     """One generation, checked and tokenized.  `prompt` holds at least one token id.
 
+    constraints: without `ends`, which follow from the stop ids and the target.
+    include_stop: the text holds the stop string or stop token that it ends at.
+    top_logprobs: how many of the likeliest tokens to report with each token's own log-probability; None for neither.
+    prompt_logprobs: the same for the tokens of the prompt.
     tenant: whose it is, as the server knows it; cached prompts are shared between requests of one tenant only.
     """
 
@@ -54,6 +92,10 @@ class Request:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     speculation: Speculation = Speculation()
+    constraints: Constraints = FREE
+    include_stop: bool = False
+    top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
     tenant: str = ""
 
 
@@ -81,7 +123,7 @@ class Finish:
     """How a request ended.  completion_tokens equals the number of ids that were delivered.
 
     error, code: what went wrong, and of what kind it is, where the reason is "error".  "exhausted": there is no room
-    now, the same request may succeed later.
+    now, the same request may succeed later.  "invalid": the request asks for what cannot be.
     """
 
     reason: FinishReason
@@ -100,9 +142,24 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """A token's log-probability under the target's own logits, and the likeliest tokens with theirs, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of a stream: the ids of one verify pass, the text they complete, and the end, if this is it."""
+    """A piece of a stream: the ids of one verify pass, the text they complete, and the end, if this is it.
+
+    logprobs: one per id, where they were asked for.  prompt_logprobs: of the prompt's tokens but the first one, in one
+    piece, before or with the first id.
+    """
 
     token_ids: tuple[int, ...]
     text: str
     finish: Finish | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()

@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.actors.batching import Budget, Share, Want, room_for_more, share_out
+from paceline.actors.constraints import Compile, DeadEnd
 from paceline.actors.controller import Controller, levels
 from paceline.actors.engine import Engine, Feed
+from paceline.actors.grammar import GrammarError
 from paceline.actors.inbox import Inbox, Peers
 from paceline.actors.link import Link, LinkDown, LinkEvent, LinkUp, Received
 from paceline.actors.messages import Close, GrowthMessage, Malformed, Message, Verdict, decode, encode
@@ -86,7 +88,9 @@ class _Work:
     def feed(self) -> Feed:
         root = len(self.tail) - 1
         parents = (*range(-1, root), *(root + 1 + parent for parent in self.tree.parents))
-        rows = tuple(range(root, root + 1 + len(self.tree.tokens))) if self.whole else ()
+        # Where the prompt's own log-probabilities are wanted, every token of it is looked at.
+        first = 0 if self.session.unread else root if self.whole else len(self.tail)
+        rows = tuple(range(first, len(self.tail) + len(self.tree.tokens)))
         return Feed(self.session.sequence, self.tail + self.tree.tokens, parents, rows)
 
     def slots(self, path: Sequence[int]) -> tuple[int, ...]:
@@ -125,6 +129,7 @@ class Verifier:
         limits: Limits,
         text: Callable[[Request], TextStream],
         settings: VerifierSettings | None = None,
+        compile: Compile | None = None,
         clock: Callable[[], float] = time.monotonic,
         tracer: Tracer | None = None,
     ) -> None:
@@ -133,7 +138,7 @@ class Verifier:
         self.waiting: deque[Submit] = deque()
         self.counters: Counter[str] = Counter()
         self.controller = Controller()
-        self._engine, self._limits, self._text = engine, limits, text
+        self._engine, self._limits, self._text, self._compile = engine, limits, text, compile
         self._settings = settings or VerifierSettings()
         self._clock = clock
         self._tracer = tracer or Tracer("verifier")
@@ -232,6 +237,8 @@ class Verifier:
             submit = self.waiting.popleft()
             try:
                 self._start(submit.request)
+            except GrammarError as error:
+                self._refuse(submit, f"response_format: {error}", "invalid")
             except Exception as error:
                 log.exception("request %s could not be started", submit.request.id)
                 self._refuse(submit, str(error) or type(error).__name__, "internal")
@@ -242,7 +249,8 @@ class Verifier:
         engine = self._engine
         owed = [self._uncached(s) - engine.spare(s.sequence) for s in self.sessions.values()]
         paused = self._paused.get(request.id)
-        cost = engine.cost(paused.tokens if paused else request.prompt, _salt(request))
+        unread = paused.unread if paused else request.prompt_logprobs is not None
+        cost = engine.cost(paused.tokens if paused else request.prompt, _salt(request, unread))
         return cost <= room_for_more(engine.free_blocks, owed, engine.block_size)
 
     def _refuse(self, submit: Submit, why: str, code: ErrorCode) -> None:
@@ -253,15 +261,18 @@ class Verifier:
         """Begin a request, or go on with a paused one."""
         slot = self._slots.index(None)
         # Nothing is taken before the session stands, so there is nothing to give back if it cannot.
-        session = self._paused.pop(request.id, None) or Session(request, slot, self._limits, self._text(request))
+        session = self._paused.pop(request.id, None) or self._session(request, slot)
         session.slot = slot
-        session.sequence = self._engine.open(session.tokens, _salt(request))
+        session.sequence = self._engine.open(session.tokens, _salt(request, session.unread))
         self._slots[slot] = session
         self.sessions[request.id] = session
         cached = self._engine.length(session.sequence)
         self.counters["cached_tokens"] += cached
         self.counters["prefix_hits"] += cached > 0
         self._attach(session)
+
+    def _session(self, request: Request, slot: int) -> Session:
+        return Session(request, slot, self._limits, self._text(request), self._compile)
 
     def _attach(self, session: Session) -> None:
         """Give a session the drafters that it lacks: those that cost nothing, and the model drafters with least to do.
@@ -508,10 +519,14 @@ class Verifier:
         )
 
     def _fail(self, session: Session, error: Exception) -> None:
-        log.exception("request %s failed", session.request.id)
         code: ErrorCode = "bad_logits" if isinstance(error, BadLogits) else "internal"
-        # If it is its cache that is broken, then nobody else shall begin with it.
-        self._engine.forget(session.sequence)
+        if isinstance(error, DeadEnd):
+            code = "invalid"
+            log.info("request %s asks for what cannot be: %s", session.request.id, error)
+        else:
+            log.error("request %s failed", session.request.id, exc_info=error)
+            # If it is its cache that is broken, then nobody else shall begin with it.
+            self._engine.forget(session.sequence)
         self._cut_short(session, session.finish("error", str(error) or type(error).__name__, code))
 
     def _step(self, work: list[_Work]) -> Iterable[tuple[_Work, Tensor]]:
@@ -527,13 +542,18 @@ class Verifier:
 
     def _commit(self, item: _Work, logits: Tensor) -> None:
         session = item.session
+        if session.unread:
+            session.read(self._engine.length(session.sequence), logits[: len(item.tail)])
+            logits = logits[len(item.tail) - item.whole :]
         if not item.whole:
             self._engine.commit(session.sequence, item.slots(()))
             return
         self.counters["verify_passes"] += 1
-        outcome = verify(item.tree, logits, session.request.sampling, len(session.tokens))
+        outcome = verify(item.tree, logits, session.request.sampling, len(session.tokens), session.edit)
+        if outcome.fault is not None and not outcome.tokens:
+            raise outcome.fault
         seen = levels(session.mirror, item.tree, outcome.path)
-        delta = session.commit(outcome, item.tree, item.waited)
+        delta = session.commit(outcome, item.tree, logits, item.waited)
         # What lies behind the end was never committed, and what is left below the path is not what the target said.
         self._engine.commit(session.sequence, item.slots(outcome.path[: len(delta.token_ids)]))
         self._engine.truncate(session.sequence, self._engine.length(session.sequence))
@@ -548,10 +568,12 @@ class Verifier:
         self.controller.note_verdict(session.slot, seen, len(delta.token_ids), elapsed)
         self._replan(session, session.feeders)
         session.verdict_at = now
+        self._submits[session.request.id].emit(delta)
+        if outcome.fault is not None:
+            raise outcome.fault
         for feeder, verdict in session.verdicts(delta.token_ids):
             self._send(feeder.name, verdict)
             self._trace_verdict(feeder, verdict)
-        self._submits[session.request.id].emit(delta)
 
     def _trace_verdict(self, feeder: Feeder, verdict: Verdict) -> None:
         which = {"session": verdict.session, "epoch": verdict.epoch, "base_len": verdict.base_len}
@@ -611,8 +633,9 @@ class Verifier:
             assert self._uncached(session) > 0, f"{session.request.id} has nothing left to feed"
 
 
-def _salt(request: Request) -> bytes:
-    return request.tenant.encode()
+def _salt(request: Request, unread: bool) -> bytes | None:
+    """Whose cached tokens it may begin with.  unread: none, since it wants to see all of its prompt go by."""
+    return None if unread else request.tenant.encode()
 
 
 def _before_start(request: Request, reason: FinishReason, error: str = "", code: ErrorCode = "") -> Finish:

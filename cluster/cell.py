@@ -319,7 +319,15 @@ def _resolve_drafter(name: str, config: CellConfig, target: ModelFiles, progress
     kv_tokens = config.kv_tokens + config.max_sessions * RUN_AHEAD
     return _Wanted(
         INT8 if name == INT8 else files.name,
-        ModelSpec(str(files.directory), config.dtype, kv_tokens, head, name == INT8, config.cuda_graphs),
+        ModelSpec(
+            str(files.directory),
+            config.dtype,
+            kv_tokens,
+            head,
+            int8=name == INT8,
+            graphs=config.cuda_graphs,
+            tokenizer=str(target.directory),
+        ),
     )
 
 

@@ -1,7 +1,7 @@
 """Deciding the tokens of a pass: noise, the argmax of the processed scores, and the walk down each draft tree.
 
-At temperature > 0 the token after a node is ``argmax_v(score[v] + noise[v])``, else the argmax of its raw logits.  This
-is the plain PyTorch reference; the device kernel takes the same arguments.
+At temperature > 0 the token after a node is ``argmax_v(score[v] + noise[v])``, else the argmax of its edited logits.
+This is the plain PyTorch reference; the device kernel takes the same arguments.
 """
 
 from __future__ import annotations
@@ -44,42 +44,58 @@ class Tree(Protocol):
         ...
 
 
+Edit = Callable[[Tensor, tuple[int, ...]], Tensor]
+"""What a request does to a row of logits [V] before it is drawn from, given the tokens between its committed prefix and
+that row; a new float32 row.  It may raise, which ends the walk there."""
+
+
 @dataclass(frozen=True, slots=True)
 class Walk:
     """What was drawn in one tree.
 
     path: indices of the accepted nodes, root first.  tokens: those of `path`, then the draw that no child equals; that
-    one is missing where the row that it is drawn from has no finite maximum.
+    one is missing where the row that it is drawn from has no finite maximum, or could not be edited.
+    fault: what the edit of that row raised.
     """
 
     tokens: tuple[int, ...]
     path: tuple[int, ...]
+    fault: Exception | None = None
 
     @property
     def broken(self) -> bool:
-        """Whether the walk ended at a row without a finite maximum."""
+        """Whether the walk ended at a row that nothing can be drawn from."""
         return len(self.tokens) == len(self.path)
 
 
 @kernel("triton_verify")
 def verify_tree(
-    logits: Sequence[Tensor], trees: Sequence[Tree], samplings: Sequence[Sampling], positions: Sequence[int]
+    logits: Sequence[Tensor],
+    trees: Sequence[Tree],
+    samplings: Sequence[Sampling],
+    positions: Sequence[int],
+    edits: Sequence[Edit | None],
 ) -> list[Walk]:
     """Walk down each tree while a child equals the draw.
 
     logits: per tree its raw rows [1 + N, V], row 0 after the last committed token, row 1 + i after node i.
     positions: per tree the index in the whole sequence of the first token to be decided.
     """
-    return [_walk(*one) for one in zip(logits, trees, samplings, positions, strict=True)]
+    return [_walk(*one) for one in zip(logits, trees, samplings, positions, edits, strict=True)]
 
 
-def _walk(rows: Tensor, tree: Tree, sampling: Sampling, position: int) -> Walk:
+def _walk(rows: Tensor, tree: Tree, sampling: Sampling, position: int, edit: Edit | None) -> Walk:
     # Only the rows along the path are looked at: on a CPU a draw costs more than the way back to Python.
     tokens: list[int] = []
     path: list[int] = []
     node: int | None = -1
     while node is not None:
-        token = draw(rows[1 + node], sampling, position + len(tokens))
+        row = rows[1 + node]
+        try:
+            edited = row if edit is None else edit(row, tuple(tokens))
+        except Exception as fault:
+            return Walk(tuple(tokens), tuple(path), fault)
+        token = draw(edited, sampling, position + len(tokens))
         if token is None:
             break
         tokens.append(token)
@@ -90,7 +106,7 @@ def _walk(rows: Tensor, tree: Tree, sampling: Sampling, position: int) -> Walk:
 
 
 def draw(row: Tensor, sampling: Sampling, position: int) -> int | None:
-    """The token at `position`, given its raw logits [V]; None if they have no finite maximum."""
+    """The token at `position`, given its edited logits [V]; None if they have no finite maximum."""
     if sampling.temperature == 0:
         best, token = row.max(-1)
         return int(token) if math.isfinite(best) else None
@@ -117,7 +133,7 @@ def cut_top_p(scores: Tensor, top_p: float) -> Tensor:
 
 
 def process(logits: Tensor, sampling: Sampling, cut: Callable[[Tensor, float], Tensor] = cut_top_p) -> Tensor:
-    """The scores that a token is drawn from, float32 [V], from the raw logits [V] at temperature > 0.
+    """The scores that a token is drawn from, float32 [V], from the edited logits [V] at temperature > 0.
 
     In this order: temperature, top-k, top-p, min-p.  A token that is cut scores -inf.
     cut: what applies top-p; with one that takes many rows, logits may be [.., V].

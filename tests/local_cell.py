@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from paceline.actors.drafter import DrafterLoop
 from paceline.actors.drafters import Drafter
 from paceline.actors.memory_link import Fault, MemoryLink, faithful, memory_link
 from paceline.actors.session import Limits
-from paceline.actors.text import TextCodec
+from paceline.actors.text import TextCodec, stream_of
 from paceline.actors.torch_engine import TorchEngine
 from paceline.actors.values import Delta, Finish, Request
 from paceline.actors.verifier import Submit, Verifier, VerifierSettings
@@ -51,8 +52,11 @@ class LocalCell:
         self.speed = speed
         self.rng = random.Random(seed)
         codec = TextCodec.load(target)
-        limits = Limits(codec.eos_ids, self.engine.context_length)
-        self.verifier = Verifier(self.engine, limits, lambda r: codec.stream(r.stop), settings, lambda: self.now)
+        limits = Limits(codec.eos_ids, self.engine.context_length, self.engine.vocab_size)
+        grammars = codec.grammars(self.engine.vocab_size)
+        compile = grammars.matcher if grammars else None
+        text = partial(stream_of, codec)
+        self.verifier = Verifier(self.engine, limits, text, settings, compile, lambda: self.now)
         self.drafters: dict[str, DrafterLoop] = {}
         self.ends: dict[str, tuple[MemoryLink, MemoryLink]] = {}
         self.drafter = self.add_drafter("drafter-0", drafter, fault=fault)

@@ -195,7 +195,11 @@ class SimulatedCell:
         self.verifier_clock, self.drafter_clock = Clock(), Clock()
         self.engine = ScriptedEngine(self.script, self.verifier_clock, lambda rows: self.world.pass_seconds(rows))
         self.verifier = Verifier(
-            self.engine, Limits(frozenset(), 1_000_000), lambda _: Silent(), settings, self.verifier_clock
+            self.engine,
+            Limits(frozenset(), 1_000_000, self.engine.vocab_size),
+            lambda _: Silent(),
+            settings,
+            self.verifier_clock,
         )
         spec = OracleSpec(world.alpha, world.draft / world.base, world.second)
         self.oracle = OracleDrafter(spec, self.drafter_clock.sleep, self.drafter_clock)

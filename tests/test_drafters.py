@@ -23,6 +23,7 @@ from paceline.actors.drafters import (
     Guess,
     ModelDrafter,
     NgramDrafter,
+    Start,
 )
 from paceline.actors.engine import Feed
 from paceline.actors.inbox import Shutdown
@@ -53,7 +54,7 @@ def _guesses(drafter: Drafter, session: int, tree: DraftTree, parent: int = ROOT
 
 def test_ngram_continues_what_the_last_tokens_were_followed_by() -> None:
     drafter = NgramDrafter()
-    session = drafter.open([1, 2, 3, 4, 5, 9, 2, 3, 4], GREEDY, 10)
+    session = drafter.open(Start([1, 2, 3, 4, 5, 9, 2, 3, 4], GREEDY))
     assert _guesses(drafter, session, DraftTree(9), depth=3) == [5, 9, 2]
     (chain,) = drafter.propose([Ask(session, DraftTree(9), ROOT, depth=2)])
     assert chain == (Guess(5, NgramDrafter.LOGQ, -1), Guess(9, NgramDrafter.LOGQ, 0))
@@ -61,23 +62,23 @@ def test_ngram_continues_what_the_last_tokens_were_followed_by() -> None:
 
 def test_ngram_prefers_the_longer_match_and_then_the_later_one() -> None:
     drafter = NgramDrafter()
-    longer = drafter.open([7, 1, 2, 8, 2, 9, 1, 2], GREEDY, 10)
+    longer = drafter.open(Start([7, 1, 2, 8, 2, 9, 1, 2], GREEDY))
     assert _guesses(drafter, longer, DraftTree(8)) == [8]
-    later = drafter.open([2, 8, 2, 9, 5, 2], GREEDY, 10)
+    later = drafter.open(Start([2, 8, 2, 9, 5, 2], GREEDY))
     assert _guesses(drafter, later, DraftTree(6)) == [9]
 
 
 def test_ngram_looks_on_from_the_guesses_themselves() -> None:
     drafter = NgramDrafter()
-    session = drafter.open([1, 2, 3, 4, 5, 6, 3], GREEDY, 10)
+    session = drafter.open(Start([1, 2, 3, 4, 5, 6, 3], GREEDY))
     tree = DraftTree(7).grow([NewNode(1, ROOT, 4, -0.1)], 7).tree
     assert _guesses(drafter, session, tree, parent=1, depth=2) == [5, 6]
 
 
 def test_ngram_knows_nothing_of_other_sessions_and_learns_from_its_own() -> None:
     drafter = NgramDrafter()
-    first = drafter.open([1, 2, 3], GREEDY, 10)
-    second = drafter.open([5, 1], GREEDY, 10)
+    first = drafter.open(Start([1, 2, 3], GREEDY))
+    second = drafter.open(Start([5, 1], GREEDY))
     assert _guesses(drafter, second, DraftTree(2)) == []
     drafter.reroot(first, DraftTree(3), [1])
     assert _guesses(drafter, first, DraftTree(4), depth=2) == [2, 3]
@@ -93,7 +94,7 @@ def model(table_model: TableModel) -> Path:
 def test_a_model_ranks_its_guesses_with_the_target_s_noise(model: Path) -> None:
     sampling = Sampling(temperature=1.0, seed=77)
     drafter = ModelDrafter(engine_of(model))
-    session = drafter.open([3, 5], sampling, 10)
+    session = drafter.open(Start([3, 5], sampling))
     scores = perturbed(tables.random_table(VOCAB, seed=3)[5], sampling, position=2)
     assert _guesses(drafter, session, DraftTree(2), width=3) == scores.topk(3).indices.tolist()
 
@@ -101,7 +102,7 @@ def test_a_model_ranks_its_guesses_with_the_target_s_noise(model: Path) -> None:
 def test_several_sessions_and_nodes_are_evaluated_in_one_step(model: Path) -> None:
     table = tables.random_table(VOCAB, seed=3)
     drafter = ModelDrafter(engine_of(model))
-    sessions = [drafter.open([token], GREEDY, 10) for token in (1, 2)]
+    sessions = [drafter.open(Start([token], GREEDY)) for token in (1, 2)]
     trees = [DraftTree(1).grow([NewNode(1, ROOT, 4, -0.1), NewNode(2, ROOT, 6, -0.2)], 1).tree for _ in sessions]
     drafter.propose([Ask(s, t, ROOT) for s, t in zip(sessions, trees, strict=True)])
     answers = drafter.propose([Ask(s, t, node) for s, t in zip(sessions, trees, strict=True) for node in (1, 2)])
@@ -113,14 +114,14 @@ def test_several_sessions_and_nodes_are_evaluated_in_one_step(model: Path) -> No
 @pytest.mark.parametrize("committed", [[4], [4, 6], [4, 9], [8], [4, 6, 2]])
 def test_after_any_reroot_the_guesses_are_those_of_a_fresh_session(model: Path, committed: list[int]) -> None:
     drafter = ModelDrafter(engine_of(model))
-    session = drafter.open([1, 2], GREEDY, 30)
+    session = drafter.open(Start([1, 2], GREEDY))
     nodes = [NewNode(1, ROOT, 4, -0.1), NewNode(2, 1, 6, -0.1), NewNode(3, ROOT, 8, -0.5), NewNode(4, 2, 7, -0.1)]
     tree = DraftTree(2).grow(nodes, 2).tree
     for node in (ROOT, 1, 2, 3):
         _guesses(drafter, session, tree, parent=node)
     drafter.reroot(session, tree, committed)
     rerooted = tree.reroot(committed)
-    fresh = drafter.open([1, 2, *committed], GREEDY, 30)
+    fresh = drafter.open(Start([1, 2, *committed], GREEDY))
     for node in (ROOT, *rerooted.nodes):
         assert _guesses(drafter, session, rerooted, node, width=4) == _guesses(drafter, fresh, rerooted, node, width=4)
 
@@ -128,17 +129,17 @@ def test_after_any_reroot_the_guesses_are_those_of_a_fresh_session(model: Path, 
 def test_a_session_that_does_not_fit_is_refused_and_leaves_room_when_it_closes(model: Path) -> None:
     engine = engine_of(model, kv_tokens=2 * RUN_AHEAD + 48)
     drafter = ModelDrafter(engine)
-    first = drafter.open([1] * 33, GREEDY, 100)
+    first = drafter.open(Start([1] * 33, GREEDY))
     with pytest.raises(DrafterFull, match="no room"):
-        drafter.open([1], GREEDY, 100)
+        drafter.open(Start([1], GREEDY))
     drafter.close(first)
-    drafter.open([1], GREEDY, 100)
+    drafter.open(Start([1], GREEDY))
     engine.check()
 
 
 def test_a_long_prompt_takes_several_steps(model: Path) -> None:
     drafter = ModelDrafter(engine_of(model), prefill_chunk=8)
-    session = drafter.open(_prompt(30), GREEDY, 10)
+    session = drafter.open(Start(_prompt(30), GREEDY))
     answers = [drafter.propose([Ask(session, DraftTree(30), ROOT)])[0] for _ in range(4)]
     assert answers[:3] == [None] * 3
     assert answers[3] is not None
@@ -147,7 +148,7 @@ def test_a_long_prompt_takes_several_steps(model: Path) -> None:
 def test_a_prompt_holds_up_nobody_and_two_of_them_share_a_step(model: Path) -> None:
     engine = Watched(engine_of(model, kv_tokens=4096))
     drafter = ModelDrafter(engine, prefill_chunk=8)
-    drafting, long, short = (drafter.open(_prompt(count), GREEDY, 10) for count in (1, 30, 11))
+    drafting, long, short = (drafter.open(Start(_prompt(count), GREEDY)) for count in (1, 30, 11))
     tree = DraftTree(1)
     assert _guesses(drafter, drafting, tree)
     answered = []
@@ -251,7 +252,7 @@ def test_one_forward_grows_all_leaves_of_all_sessions() -> None:
     engine = Watched(_tiny_engine(4096))
     drafter = ModelDrafter(engine)
     prompts = ([5, 6, 7], [8], [9, 10])
-    trees = {drafter.open(prompt, GREEDY, 20): DraftTree(len(prompt)) for prompt in prompts}
+    trees = {drafter.open(Start(prompt, GREEDY)): DraftTree(len(prompt)) for prompt in prompts}
     ids = itertools.count(1)
     for level in range(3):
         _grow(drafter, trees, [(session, leaf) for session in trees for leaf in _leaves(trees[session])], 3, ids)
@@ -282,7 +283,7 @@ def test_nothing_is_computed_twice_and_what_is_kept_is_right(name: str, sampling
     """Watched raises if anything is computed again."""
     engine = Watched(_tiny_engine(4096))
     drafter, ids = ModelDrafter(engine), itertools.count(1)
-    session = drafter.open([5, 6, 7], sampling, 100)
+    session = drafter.open(Start([5, 6, 7], sampling))
     text, trees, kept = [5, 6, 7], {session: DraftTree(3)}, 0
     for _ in range(4):
         for depth in range(4):
@@ -301,7 +302,7 @@ def test_nothing_is_computed_twice_and_what_is_kept_is_right(name: str, sampling
 def test_a_leaf_is_committed_whose_sibling_was_evaluated() -> None:
     engine = Watched(_tiny_engine(4096))
     drafter, ids = ModelDrafter(engine), itertools.count(1)
-    session = drafter.open([5, 6, 7], GREEDY, 100)
+    session = drafter.open(Start([5, 6, 7], GREEDY))
     trees = {session: DraftTree(3)}
     _grow(drafter, trees, [(session, ROOT)], 2, ids)
     _grow(drafter, trees, [(session, 1)], 2, ids)
@@ -330,7 +331,7 @@ def _course(tree: DraftTree, course: Sequence[int]) -> list[int]:
 def _same_as_fresh(drafter: ModelDrafter, session: int, tree: DraftTree, text: list[int], sampling: Sampling) -> None:
     """Compare the guesses everywhere with those of a drafter that sees the text for the first time."""
     fresh = ModelDrafter(_tiny_engine(4096))
-    new = fresh.open(text, sampling, 100)
+    new = fresh.open(Start(text, sampling))
     found, expected = (
         [_guesses(asked, at, tree, node, width=8) for node in (ROOT, *tree.nodes)]
         for asked, at in ((drafter, session), (fresh, new))
@@ -412,9 +413,9 @@ def test_whole_trees_of_all_sessions_fit_and_what_is_beyond_them_is_not_grown(mo
     """The pool is exactly as large as what was promised."""
     engine = Watched(engine_of(model, kv_tokens=2 * (16 + RUN_AHEAD)))
     drafter, ids = ModelDrafter(engine), itertools.count(1)
-    trees = {drafter.open([1] * 16, GREEDY, 100): DraftTree(16) for _ in range(2)}
+    trees = {drafter.open(Start([1] * 16, GREEDY)): DraftTree(16) for _ in range(2)}
     with pytest.raises(DrafterFull):
-        drafter.open([1], GREEDY, 1)
+        drafter.open(Start([1], GREEDY))
     _grow_far(drafter, trees, ids)
     engine.check()
     for session, tree in trees.items():
@@ -431,7 +432,7 @@ def test_a_full_pool_refuses_guesses_and_never_raises(model: Path) -> None:
     """Both sessions become longer than the pool is; who finds no room goes on when the other one has closed."""
     engine = Watched(engine_of(model, kv_tokens=2 * (16 + RUN_AHEAD)))
     drafter, ids = ModelDrafter(engine), itertools.count(1)
-    trees = {drafter.open([1] * 16, GREEDY, 1000): DraftTree(16) for _ in range(2)}
+    trees = {drafter.open(Start([1] * 16, GREEDY)): DraftTree(16) for _ in range(2)}
     first, second = trees
     _grow_far(drafter, trees, ids)
     drafter.reroot(first, trees[first], [2] * 250)
@@ -456,7 +457,7 @@ def test_a_full_pool_refuses_guesses_and_never_raises(model: Path) -> None:
 def test_a_tree_ends_where_the_context_of_the_drafter_does(table_model: TableModel) -> None:
     engine = engine_of(table_model(tables.random_table(VOCAB, seed=3), context=8))
     drafter, ids = ModelDrafter(engine), itertools.count(1)
-    session = drafter.open([1, 2, 3, 4, 5], GREEDY, 100)
+    session = drafter.open(Start([1, 2, 3, 4, 5], GREEDY))
     trees = {session: DraftTree(5)}
     for _ in range(6):
         _grow(drafter, trees, [(session, leaf) for leaf in _leaves(trees[session])], 2, ids)
@@ -464,7 +465,7 @@ def test_a_tree_ends_where_the_context_of_the_drafter_does(table_model: TableMod
     # Three more positions can be evaluated, and what follows the last of them be guessed.
     assert depths == {1: 2, 2: 4, 3: 8, 4: 16}
     # In one step with nodes that are deep enough inside.
-    fresh = drafter.open([1, 2, 3, 4, 5], GREEDY, 100)
+    fresh = drafter.open(Start([1, 2, 3, 4, 5], GREEDY))
     deep = next(node.id for node in trees[session].nodes.values() if node.depth == 4)
     assert drafter.propose([Ask(fresh, trees[session], node) for node in (deep, ROOT)])[0] == ()
     _grow(drafter, {fresh: trees[session]}, [(fresh, 1), (fresh, deep)], 1, ids)
@@ -473,7 +474,7 @@ def test_a_tree_ends_where_the_context_of_the_drafter_does(table_model: TableMod
 def test_what_begins_beyond_the_context_is_never_fed(table_model: TableModel) -> None:
     engine = Watched(engine_of(table_model(tables.random_table(VOCAB, seed=3), context=8)))
     drafter = ModelDrafter(engine)
-    session = drafter.open([1] * 9, GREEDY, 100)
+    session = drafter.open(Start([1] * 9, GREEDY))
     assert drafter.propose([Ask(session, DraftTree(9), ROOT)]) == [()]
     assert not engine.feeds
 
@@ -497,7 +498,7 @@ def test_sessions_of_all_kinds_are_ranked_together() -> None:
     samplings = (GREEDY, WARM, cut[0], GREEDY, WARM, cut[1])
     logits = [torch.randn(rows, 3000, generator=generator) * 3 for rows in (3, 4, 1, 0, 0, 2)]
     positions = ([9, 9, 10], [4, 6, 5, 4], [7], [], [], [30, 31])
-    found = Ranker(8).rank([Rows(*part) for part in zip(logits, samplings, positions, strict=True)])
+    found = Ranker(8, VOCAB).rank([Rows(*part) for part in zip(logits, samplings, positions, strict=True)])
     for rows, sampling, places, answers in zip(logits, samplings, positions, found, strict=True):
         assert len(answers) == len(places)
         for row, place, answer in zip(rows, places, answers, strict=True):
@@ -511,7 +512,7 @@ def test_sessions_of_all_kinds_are_ranked_together() -> None:
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
 def test_logits_that_are_not_numbers_give_no_guesses_and_spoil_no_others(sampling: Sampling) -> None:
     good, bad = torch.arange(600.0)[None].sin() * 4, torch.full((1, 600), torch.nan)
-    alone = Ranker(8).rank([Rows(good, sampling, [5])])
-    mixed = Ranker(8).rank([Rows(rows, sampling, [5]) for rows in (bad, good)])
+    alone = Ranker(8, VOCAB).rank([Rows(good, sampling, [5])])
+    mixed = Ranker(8, VOCAB).rank([Rows(rows, sampling, [5]) for rows in (bad, good)])
     assert (mixed[0], mixed[1]) == ([()], alone[0])
     assert len(alone[0][0]) == 8

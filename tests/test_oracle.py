@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from paceline.actors.drafters import Ask, Guess
+from paceline.actors.drafters import Ask, Guess, Start
 from paceline.actors.oracle import OracleDrafter, OracleSpec, parse_oracle
 from paceline.actors.tree import ROOT, DraftTree, NewNode
 from paceline.actors.values import Sampling
@@ -46,7 +46,7 @@ def _ask(oracle: OracleDrafter, session: int, tree: DraftTree, parent: int = ROO
 def _ranks(spec: OracleSpec, count: int, width: int = 8) -> list[int]:
     """Which of the guesses at each position is right; width if none is."""
     oracle = _taught(spec)
-    session, tree = oracle.open(PROMPT, GREEDY, 5000), DraftTree(len(PROMPT))
+    session, tree = oracle.open(Start(PROMPT, GREEDY)), DraftTree(len(PROMPT))
     ranks: list[int] = []
     for token in TEXT[:count]:
         tokens = [guess.token for guess in _ask(oracle, session, tree, width=width)]
@@ -78,7 +78,7 @@ def test_it_errs_at_the_same_positions_every_time_and_at_others_in_another_text(
 
 def test_it_guesses_on_below_its_own_guesses_and_nonsense_below_wrong_ones() -> None:
     oracle = _taught(OracleSpec(1.0, 0))
-    session = oracle.open((*PROMPT, *TEXT[:2]), GREEDY, 100)
+    session = oracle.open(Start((*PROMPT, *TEXT[:2]), GREEDY))
     nodes = [NewNode(1, ROOT, TEXT[2], -0.1), NewNode(2, 1, TEXT[3], -0.1), NewNode(3, ROOT, 99, -1.0)]
     tree = DraftTree(5).grow(nodes, 5).tree
     assert _ask(oracle, session, tree, parent=2)[0].token == TEXT[4]
@@ -89,7 +89,7 @@ def test_it_guesses_on_below_its_own_guesses_and_nonsense_below_wrong_ones() -> 
 def test_one_step_for_many_asks_takes_its_cost_once_less_its_own_time() -> None:
     watch = Watch()
     oracle = _taught(OracleSpec(0.8, cost=0.1), watch)
-    sessions = [oracle.open(PROMPT, GREEDY, 100) for _ in range(3)]
+    sessions = [oracle.open(Start(PROMPT, GREEDY)) for _ in range(3)]
     oracle.propose([Ask(session, DraftTree(3), ROOT) for session in sessions])
     assert watch.slept == [pytest.approx(0.1 * 0.2)]
 
@@ -97,12 +97,12 @@ def test_one_step_for_many_asks_takes_its_cost_once_less_its_own_time() -> None:
 def test_what_it_was_not_taught_it_neither_guesses_nor_takes_time_for() -> None:
     watch = Watch()
     oracle = _taught(OracleSpec(0.8, 0.1), watch)
-    stranger = oracle.open((9, 9), GREEDY, 100)
+    stranger = oracle.open(Start((9, 9), GREEDY))
     assert _ask(oracle, stranger, DraftTree(2)) == ()
-    left = oracle.open(PROMPT, GREEDY, 100)
+    left = oracle.open(Start(PROMPT, GREEDY))
     oracle.reroot(left, DraftTree(3), [TEXT[0] + 1])
     assert _ask(oracle, left, DraftTree(4)) == ()
-    ended = oracle.open((*PROMPT, *TEXT), GREEDY, 100)
+    ended = oracle.open(Start((*PROMPT, *TEXT), GREEDY))
     assert _ask(oracle, ended, DraftTree(3 + len(TEXT))) == ()
     assert watch.slept == []
     oracle.teach((9, 9), (5, 5), 0.2)
@@ -112,7 +112,7 @@ def test_what_it_was_not_taught_it_neither_guesses_nor_takes_time_for() -> None:
 def test_the_last_lesson_that_fits_is_followed() -> None:
     oracle = _taught(OracleSpec(1.0, 0))
     oracle.teach(PROMPT, (7, 8), 0.2)
-    session = oracle.open(PROMPT, GREEDY, 100)
+    session = oracle.open(Start(PROMPT, GREEDY))
     assert _ask(oracle, session, DraftTree(3))[0].token == 7
     oracle.reroot(session, DraftTree(3), [TEXT[0]])
     assert _ask(oracle, session, DraftTree(4))[0].token == TEXT[1]

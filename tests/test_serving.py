@@ -584,4 +584,5 @@ def test_the_open_message_of_a_session_says_what_a_drafter_needs(target: Path) -
     cell.verifier_end.pump()
     cell.verifier.take(0)
     message = decode(cell.verifier_end.outbox[-1])
-    assert message == Open(0, 1, request.prompt, request.sampling, plan_of(request.speculation), request.max_tokens)
+    plan, count = plan_of(request.speculation), len(request.prompt)
+    assert message == Open(0, 1, request.prompt, request.sampling, plan, request.max_tokens, count)

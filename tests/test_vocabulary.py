@@ -15,7 +15,7 @@ import table_models as tables
 import torch
 from conftest import TableModel
 from local_cell import LocalCell
-from paceline.actors.drafters import Ask, Guess, ModelDrafter
+from paceline.actors.drafters import Ask, Guess, ModelDrafter, Start
 from paceline.actors.engine import Feed
 from paceline.actors.torch_engine import TorchEngine, load_engine
 from paceline.actors.tree import ROOT, DraftTree, NewNode
@@ -108,7 +108,7 @@ def test_the_guesses_are_those_of_the_whole_drafter_among_what_is_kept(
     directory = table_model(table)
     guesses = []
     for drafter in (loaded(directory), loaded(directory, KEPT)):
-        session = drafter.open([4, 6], sampling, 10)
+        session = drafter.open(Start([4, 6], sampling))
         tree = DraftTree(2).grow([NewNode(1, ROOT, 9, -0.1), NewNode(2, ROOT, 11, -0.1)], 2).tree
         drafter.propose([Ask(session, tree, ROOT)])
         guesses.append(drafter.propose([Ask(session, tree, node, 5) for node in (ROOT, 1, 2)]))
@@ -329,7 +329,7 @@ def test_a_trimmed_small_drafter_takes_less_than_three_quarters_of_a_step(
     times: list[list[float]] = [[], []]
     for _ in range(12):
         for drafter, taken in zip(drafters, times, strict=True):
-            session = drafter.open(list(range(1000, 1200)), GREEDY, 50)
+            session = drafter.open(Start(list(range(1000, 1200)), GREEDY))
             assert drafter.propose([Ask(session, tree, ROOT)])[0]
             started = time.perf_counter()
             answers = drafter.propose([Ask(session, tree, node) for node in tree.nodes])
@@ -349,7 +349,7 @@ def test_a_trimmed_drafter_agrees_wherever_the_token_was_kept(smollm2_dir: Path)
     tree = trees.grow(chain, 20).tree
     found = []
     for drafter in (loaded(smollm2_dir), loaded(smollm2_dir, head)):
-        session = drafter.open(tokens[:20], GREEDY, 200)
+        session = drafter.open(Start(tokens[:20], GREEDY))
         drafter.propose([Ask(session, tree, ROOT)])
         drafter.propose([Ask(session, tree, chain[-1].id)])
         found.append([_tokens(drafter.propose([Ask(session, tree, node)])[0])[0] for node in tree.nodes])

@@ -14,17 +14,18 @@ from collections.abc import Sequence
 import pytest
 import torch
 from paceline.actors import graphs
+from paceline.actors.constraints import Shaper
 from paceline.actors.engine import Feed
 from paceline.actors.graphs import CudaCapture
 from paceline.actors.rule import draw
 from paceline.actors.torch_engine import TorchEngine
 from paceline.actors.tree import Subtree
-from paceline.actors.values import Sampling
+from paceline.actors.values import Constraints, Sampling
 from paceline.kernels.dispatch import Kernel
 from paceline.kernels.kv_compact import kv_compact
 from paceline.kernels.noise import gumbel
 from paceline.kernels.tree_attention import TreeBatch, TreeSequence, tree_attention
-from paceline.kernels.verify_tree import verify_tree
+from paceline.kernels.verify_tree import Edit, verify_tree
 from tiny_models import VOCAB, tiny_model
 from torch import Tensor
 
@@ -142,20 +143,22 @@ def test_recorded_passes_compute_what_the_others_do(name, monkeypatch):
     fast.check()
 
 
-def drafted(rng: random.Random, rows: Tensor, sampling: Sampling, position: int) -> Subtree:
+def drafted(rng: random.Random, rows: Tensor, sampling: Sampling, position: int, edit: Edit | None) -> Subtree:
     """A tree whose nodes are now right, now wrong, with siblings, for rows that are numbered as its nodes."""
     tokens: list[int] = []
     parents: list[int] = []
-    depths = [0]
+    depths, paths = [0], [()]
     for node in range(rows.shape[0] - 1):
         parent = rng.choice([-1, node - 1, node - 1, node - 1]) if node else -1
-        right = draw(rows[1 + parent].cpu(), sampling, position + depths[1 + parent])
+        row, path = rows[1 + parent].cpu(), paths[1 + parent]
+        right = draw(edit(row, path) if edit else row, sampling, position + depths[1 + parent])
         token = right if rng.random() < 0.7 else rng.randrange(rows.shape[1])
         while (parent, token) in zip(parents, tokens, strict=True):
             token = rng.randrange(rows.shape[1])
         tokens.append(token)
         parents.append(parent)
         depths.append(depths[1 + parent] + 1)
+        paths.append((*path, token))
     return Subtree(tuple(tokens), tuple(parents), tuple(range(1, len(tokens) + 1)))
 
 
@@ -166,14 +169,39 @@ def test_the_same_tokens_are_drawn_and_the_same_paths_walked(vocab):
     logits = [torch.randn(1 + n, vocab, generator=make).mul(4) for n in (0, 1, 3, 6, 3, 4)]
     logits[3][0, : vocab // 2] = -torch.inf
     positions = [rng.randrange(2**31) for _ in SAMPLINGS]
-    trees = [drafted(rng, *one) for one in zip(logits, SAMPLINGS, positions, strict=True)]
+    constraints = Constraints(
+        ((1, 3.0), (3, -50.0)), 1.3, 0.5, 0.5, bad_words=((4,), (2, 5)), min_tokens=3, ends=(0, 1)
+    )
+    edits = [Shaper(constraints, (1, 2), (), vocab) if i % 2 else None for i in range(len(SAMPLINGS))]
+    trees = [drafted(rng, *one) for one in zip(logits, SAMPLINGS, positions, edits, strict=True)]
     on_device = [rows.to(DEVICE) for rows in logits]
-    found = verify_tree.twin(on_device, trees, SAMPLINGS, positions)
-    assert found == verify_tree.reference(logits, trees, SAMPLINGS, positions)
+    found = verify_tree.twin(on_device, trees, SAMPLINGS, positions, edits)
+    assert found == verify_tree.reference(logits, trees, SAMPLINGS, positions, edits)
     assert sum(len(walk.path) for walk in found) > 3
     assert any(len(walk.path) < len(tree.tokens) for walk, tree in zip(found, trees, strict=True))
     # A session alone gets what it got in company.
-    assert verify_tree.twin(on_device[3:4], trees[3:4], SAMPLINGS[3:4], positions[3:4]) == found[3:4]
+    assert verify_tree.twin(on_device[3:4], trees[3:4], SAMPLINGS[3:4], positions[3:4], edits[3:4]) == found[3:4]
+
+
+def test_a_row_that_cannot_be_edited_ends_its_own_walk_when_it_is_reached():
+    rows = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    first = draw(rows[0], Sampling(), 7)
+    reached, missed = Subtree((first, 3), (-1, 0), (1, 2)), Subtree((first + 1, 3), (-1, 0), (1, 2))
+
+    def refuse(row: Tensor, path: tuple[int, ...]) -> Tensor:
+        if path:
+            raise ValueError("not here")
+        return row
+
+    arguments = ([reached, missed, reached], [Sampling()] * 3, [7] * 3, [refuse, refuse, None])
+    for walks in (
+        verify_tree.twin([rows[:3].to(DEVICE)] * 3, *arguments),
+        verify_tree.reference([rows[:3]] * 3, *arguments),
+    ):
+        assert [walk.tokens[:1] for walk in walks] == [(first,)] * 3
+        assert (walks[0].broken, str(walks[0].fault), walks[0].path) == (True, "not here", (0,))
+        assert not walks[1].broken
+        assert not walks[2].broken
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -183,7 +211,7 @@ def test_rows_without_a_finite_maximum_break_their_own_walk_only(bad, sampling):
     broken = rows.clone()
     broken[1] = bad
     tree = Subtree((draw(rows[0], sampling, 7), 3), (-1, 0), (1, 2))
-    arguments = ([tree, tree], [sampling, sampling], [7, 7])
+    arguments = ([tree, tree], [sampling, sampling], [7, 7], [None, None])
     found = verify_tree.twin([broken.to(DEVICE), rows.to(DEVICE)], *arguments)
     assert found == verify_tree.reference([broken, rows], *arguments)
     assert (found[0].broken, len(found[0].path)) == (True, 1)
@@ -194,7 +222,7 @@ def test_equal_scores_go_to_the_first_token():
     rows = torch.zeros(2, 4100)
     rows[1, [4099, 2900, 3100]] = 1.0
     tree = Subtree((0,), (-1,), (1,))
-    assert verify_tree.twin([rows.to(DEVICE)], [tree], [Sampling()], [0])[0].tokens == (0, 2900)
+    assert verify_tree.twin([rows.to(DEVICE)], [tree], [Sampling()], [0], [None])[0].tokens == (0, 2900)
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**63, 2**64 - 1])
