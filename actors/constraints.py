@@ -104,7 +104,7 @@ class Shaper:
         banned = torch.zeros(vocab_size, dtype=torch.bool)
         if self._matcher is not None:
             try:
-                banned |= ~self._matcher.allowed(path, self._constraints.ends)
+                banned |= ~torch.from_numpy(self._matcher.allowed(path, self._constraints.ends))
             except GrammarError as error:
                 raise DeadEnd(f"response_format: the grammar cannot be followed any further: {error}") from error
         banned[ids] = True

@@ -305,7 +305,7 @@ class _Session:
     """since: verdicts since its plan was changed.  promised: tokens per second, by the formula; 0 if not known.
 
     probing: verdicts that are left of a probe.  tier: of the number of sessions when it was planned.
-    checked_at: the value of `since` when its plan was compared with others last.
+    checked_at: the value of `since` when its plan was compared with others last.  max_k: see Speculation.
     """
 
     drafter: str
@@ -315,7 +315,13 @@ class _Session:
     probing: int = 0
     tier: int = 0
     checked_at: int = 0
+    max_k: int | None = None
     skill: _Rate = field(default_factory=_Rate)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether some plans are not for it."""
+        return self.max_k is not None
 
 
 class Controller:
@@ -405,8 +411,8 @@ class Controller:
             return _Session(drafter, plan_of(speculation))
         if not drafter:
             return _Session(drafter, Plan("plain"))
-        lane = self._lane(drafter)
-        return _Session(drafter, lane.plan, lane.since)
+        lane, max_k = self._lane(drafter), speculation.max_k
+        return _Session(drafter, lane.plan.up_to(max_k), lane.since, max_k=max_k)
 
     def _lane(self, drafter: str) -> _Lane:
         pause = self._settings.probe_after
@@ -416,7 +422,7 @@ class Controller:
         """Whether it is time to think about a session's plan."""
         if tier != state.tier or not state.promised:
             return True
-        if state.plan == _PROBE:
+        if state.plan == _PROBE.up_to(state.max_k):
             return not state.probing
         checked = state.since - state.checked_at >= self._settings.check
         return state.since >= self._settings.dwell and checked
@@ -429,18 +435,22 @@ class Controller:
             return
         self._refresh(lane)
         score = self._scorer(lane, costs, tier, shift)
-        best = max(self._choices(lane, costs, tier, shift), key=score)
+        choices = [plan.up_to(state.max_k) for plan in self._choices(lane, costs, tier, shift)]
+        best = max(choices, key=score)
         if score(best) > (1 + self._settings.gain) * score(state.plan):
             self._change(lane, state, best)
         elif abs(state.plan.acceptance - costs.accepts(1)) > 0.1:
-            state.plan = lane.plan = replace(state.plan, acceptance=_rounded(costs))
+            state.plan = replace(state.plan, acceptance=_rounded(costs))
+            lane.plan = lane.plan if state.bounded else state.plan
         state.checked_at = state.since
         state.tier, state.promised = tier, self._rate(lane, state.plan, costs, tier, shift) / tier
         self._maybe_probe(lane, state)
 
     def _change(self, lane: _Lane, state: _Session, plan: Plan) -> None:
         state.plan, state.since = plan, 0
-        lane.plan, lane.since = plan, 0
+        # What one request forbids is nothing for the next ones to begin with.
+        if not state.bounded:
+            lane.plan, lane.since = plan, 0
         if plan.schedule != "plain":
             lane.pause = self._settings.probe_after
 
@@ -452,7 +462,8 @@ class Controller:
         lane.pause = min(2 * lane.pause, 16 * self._settings.probe_after)
         # What is known is old; what the probe shows shall count.
         self.meter.skill(state.drafter).fade(0.5)
-        state.plan, state.since, state.checked_at, state.probing = _PROBE, 0, 0, self._settings.probe
+        state.plan, state.since = _PROBE.up_to(state.max_k), 0
+        state.checked_at, state.probing = 0, self._settings.probe
 
     def _shift(self, state: _Session) -> float:
         """How much better a session is drafted than the drafter's others, in logits, in steps that are worth a look."""

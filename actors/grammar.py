@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 
 class GrammarError(ValueError):
@@ -95,7 +94,7 @@ class Matcher:
         self._eos_ids = [id for id in eos_ids if id < vocab_size]
         self._path: list[int] = []
 
-    def allowed(self, path: Sequence[int], ends: Sequence[int]) -> Tensor:
+    def allowed(self, path: Sequence[int], ends: Sequence[int]) -> NDArray[np.bool_]:
         """Which tokens may come after `path`, bool [vocab_size]; those of `ends` where the text may end there.
 
         Raises GrammarError where none may, or the path itself breaks the grammar.
@@ -103,8 +102,8 @@ class Matcher:
         self._walk(path)
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         self._check()
-        bits = np.unpackbits(self._words.view(np.uint8), bitorder="little")[: self._vocab_size]
-        allowed = torch.from_numpy(bits).bool()
+        bits = np.unpackbits(self._words.view(np.uint8), bitorder="little")
+        allowed = bits[: self._vocab_size].view(np.bool_)
         allowed[self._eos_ids] = False
         if self._matcher.is_accepting():
             allowed[list(ends)] = True

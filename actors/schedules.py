@@ -7,7 +7,7 @@ A schedule is a pair of plain functions over one replicated tree, with no clock 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.actors.tree import ROOT, DraftTree
 from paceline.actors.values import Speculation
@@ -46,6 +46,10 @@ class Plan:
     acceptance: float = 0.5
     fresh: int = 2
 
+    def up_to(self, max_k: int | None) -> Plan:
+        """The same with drafts no deeper than this; None is no bound."""
+        return self if max_k is None or self.k <= max_k else replace(self, k=max_k)
+
     def within_limits(self) -> bool:
         """Whether a drafter could follow it."""
         numbers = ((self.k, MAX_K), (self.fanout, MAX_FANOUT), (self.width, MAX_WIDTH), (self.budget, MAX_BUDGET))
@@ -61,7 +65,8 @@ def plan_of(speculation: Speculation) -> Plan:
     name = "amusd" if speculation.schedule == AUTO else speculation.schedule
     if name not in SCHEDULES:
         raise ValueError(f"there is no schedule {name!r}, only {', '.join((*SCHEDULES, AUTO))}")
-    return Plan(name, speculation.k, speculation.fanout, speculation.width, speculation.budget)
+    plan = Plan(name, speculation.k, speculation.fanout, speculation.width, speculation.budget)
+    return plan.up_to(speculation.max_k)
 
 
 @dataclass(frozen=True, slots=True)

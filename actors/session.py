@@ -171,11 +171,13 @@ class Session:
         self.ready_at, self.verdict_at = None, 0.0
 
     def within(self, tree: Subtree) -> Subtree:
-        """`tree` without nodes so deep that their tokens could not be delivered any more."""
-        depths = tree.depths
-        if max(depths, default=0) < self.remaining:
+        """`tree` without nodes deeper than was asked for, or so deep that their tokens could not be delivered."""
+        depths, deepest = tree.depths, self.remaining - 1
+        if self.request.speculation.max_k is not None:
+            deepest = min(deepest, self.request.speculation.max_k)
+        if max(depths, default=0) <= deepest:
             return tree
-        return self.mirror.subtree(id for id, depth in zip(tree.ids, depths, strict=True) if depth < self.remaining)
+        return self.mirror.subtree(id for id, depth in zip(tree.ids, depths, strict=True) if depth <= deepest)
 
     def best(self, tree: Subtree, count: int) -> Subtree:
         """The `count` nodes of `tree` of highest score.  They always form a tree, since log q is never above 0."""

@@ -63,6 +63,7 @@ class TextCodec:
         self.has_chat_template = tokenizer is not None and tokenizer.chat_template is not None
         self._tokenizer = tokenizer
         self._decoder = None if tokenizer is None else Decoder(tokenizer)
+        self._grammars: Grammars | None = None
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> TextCodec:
@@ -79,6 +80,12 @@ class TextCodec:
         if self._tokenizer is None:
             raise ValueError(f"{_NO_TOKENIZER}: send token_ids instead of text")
         return tuple(self._tokenizer.encode(text, truncation=False))
+
+    def encode_part(self, text: str) -> tuple[int, ...]:
+        """The ids of a piece of text, without any special tokens.  Raises ValueError without a tokenizer."""
+        if self._tokenizer is None:
+            raise ValueError(_NO_TOKENIZER)
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False, truncation=False))
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         """The ids of a conversation up to where the assistant speaks.  messages: each with `role` and `content`.
@@ -98,18 +105,28 @@ class TextCodec:
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
         return tuple(ids)
 
-    def grammars(self, vocab_size: int) -> Grammars | None:
-        """What compiles grammars for this tokenizer, and logits of so many columns; None where nothing can.
+    @property
+    def has_grammars(self) -> bool:
+        """Whether texts of this tokenizer can be held to a grammar."""
+        return self._tokenizer is not None and self._tokenizer.is_fast
 
-        This takes up to seconds.
-        """
-        if self._tokenizer is None:
+    def grammars(self, vocab_size: int) -> Grammars | None:
+        """What compiles grammars, for logits of so many columns; None where nothing can.  It takes up to seconds."""
+        if not self.has_grammars:
             return None
         try:
             return Grammars(self._tokenizer, vocab_size, self.eos_ids)
         except GrammarError as error:
             log.warning("%s", error)
             return None
+
+    def check_grammar(self, grammar: str) -> None:
+        """Raise ValueError, with the place, unless this grammar can be followed."""
+        if self._grammars is None:
+            self._grammars = self.grammars(self.vocab_size)
+        if self._grammars is None:
+            raise GrammarError("the target's tokenizer cannot be used with grammars")
+        self._grammars.check(grammar)
 
     def piece(self, token: int) -> str:
         """The text of one token by itself; U+FFFD where it is not whole characters, "" without a tokenizer."""

@@ -64,6 +64,7 @@ class Speculation:
 
     k: draft depth in tokens (of pearl: its largest chunk).  fanout: other outcomes prepared per position, in the mean
     (saguaro).  width: leaves grown per draft step (swiftspec).  budget: nodes verified in a pass (swiftspec).
+    max_k: no draft that is verified is deeper, whatever the schedule; None for no bound.
     """
 
     schedule: str = "auto"
@@ -71,6 +72,7 @@ class Speculation:
     fanout: int = 3
     width: int = 4
     budget: int = 12
+    max_k: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

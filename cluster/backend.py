@@ -11,7 +11,7 @@ from paceline.actors.values import Delta, Request, Speculation
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a cell serves.  speculation: what a request gets that does not choose for itself."""
+    """What a cell serves.  speculation, default_max_tokens: what a request gets that does not choose for itself."""
 
     target: str
     drafters: tuple[str, ...]
@@ -19,6 +19,7 @@ class ModelInfo:
     context_length: int
     vocab_size: int
     speculation: Speculation
+    default_max_tokens: int = 2048
 
 
 class Backend(Protocol):

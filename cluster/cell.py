@@ -275,6 +275,7 @@ def _start(config: CellConfig, progress: Progress, parts: _Parts) -> Cell:
         min(context_length, config.kv_tokens - MAX_K - 1),
         vocab_size,
         config.speculation,
+        config.default_max_tokens,
     )
     return Cell(CellBackend(model, parts.verifier), codec, parts)
 

@@ -138,11 +138,66 @@ Seed = Annotated[
 ]
 MaxTokens = Annotated[
     int | None,
-    typer.Option(parser=_U32, metavar="N", help="The most tokens to generate. [default: 256, if they fit]"),
+    typer.Option(
+        parser=_U32, metavar="N", help="The most tokens to generate. [default: what the context and the server allow]"
+    ),
 ]
 Stop = Annotated[
     list[str] | None,
     typer.Option(metavar="S", help="End where this string is complete; may be given up to 16 times."),
+]
+MaxDepth = Annotated[
+    int | None,
+    typer.Option(
+        "--max-k", parser=_U32, metavar="K", help="No draft is deeper, under any schedule, 1 to 32. [default: no bound]"
+    ),
+]
+PresencePenalty = Annotated[
+    float, typer.Option(metavar="X", help="Taken from the logit of tokens that were written already, -2 to 2.")
+]
+FrequencyPenalty = Annotated[
+    float, typer.Option(metavar="X", help="Taken from it as often as they were written, -2 to 2.")
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option(metavar="X", help="Divides the logit of tokens that stand in prompt or answer; 1: off.")
+]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option(metavar="ID=X", help="Add X, -100 to 100, to this token's logit; may be given several times."),
+]
+Choices = Annotated[
+    int | None, typer.Option("--n", parser=_U32, metavar="N", help="How many answers to write, 1 to 64. [default: 1]")
+]
+MinTokens = Annotated[int, typer.Option(parser=_U32, metavar="N", help="End with none of the first N tokens.")]
+StopTokenIds = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--stop-token-id", parser=_U32, metavar="ID", help="End after this token; may be given several times."
+    ),
+]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's own end.")]
+IncludeStop = Annotated[bool, typer.Option("--include-stop", help="Show the stop string that ended the answer, too.")]
+Logprobs = Annotated[
+    int | None,
+    typer.Option(
+        parser=_U32, metavar="N", help="With --json: each token's log-probability, and the N likeliest tokens, 0 to 20."
+    ),
+]
+PromptLogprobs = Annotated[
+    int | None, typer.Option(parser=_U32, metavar="N", help="With --json: the same for the prompt's tokens.")
+]
+BadWords = Annotated[
+    list[str] | None,
+    typer.Option("--bad-word", metavar="S", help="Never complete this word; may be given up to 64 times."),
+]
+JsonSchema = Annotated[
+    str | None,
+    typer.Option(metavar="JSON|@FILE", help="Write JSON that follows this schema; {} is any JSON."),
+]
+Regex = Annotated[str | None, typer.Option(metavar="S|@FILE", help="Write what this regular expression matches.")]
+Grammar = Annotated[
+    str | None,
+    typer.Option(metavar="S|@FILE", help="Write what this grammar allows: EBNF, as GBNF or Lark writes it."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of text.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Send the prompt as it is, without the chat template.")]
@@ -157,6 +212,10 @@ CudaGraphs = Annotated[
         show_default=False,
         help="Record passes of the same shape on GPUs and launch each as one. [default: yes]",
     ),
+]
+DefaultMaxTokens = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="The most tokens of a request that names no limit. [default: 2048]"),
 ]
 MaxSessions = Annotated[
     int | None,
@@ -212,6 +271,7 @@ def up(
     drafters_per_session: DraftersPerSession = None,
     drafter_vocab: DrafterVocab = None,
     kv_tokens: KvTokens = None,
+    default_max_tokens: DefaultMaxTokens = None,
     cuda_graphs: CudaGraphs = None,
     max_sessions: MaxSessions = None,
     max_queue: MaxQueue = None,
@@ -236,7 +296,7 @@ def up(
         settings = {"schedule": schedule, "k": k, "fanout": fanout, "width": width, "budget": budget}
         settings |= {"kv_tokens": kv_tokens, "max_sessions": max_sessions, "max_queue": max_queue}
         settings |= {"drafters_per_session": drafters_per_session, "drafter_vocab": drafter_vocab}
-        settings |= {"cuda_graphs": cuda_graphs}
+        settings |= {"cuda_graphs": cuda_graphs, "default_max_tokens": default_max_tokens}
         config = commands.configure(target, drafter, device, dtype, **settings)
         commands.up(config, address, grace, trace)
 
@@ -258,9 +318,25 @@ def generate(
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     min_p: MinP = 0.0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    logit_bias: LogitBias = None,
     seed: Seed = None,
+    n: Choices = None,
     max_tokens: MaxTokens = None,
+    min_tokens: MinTokens = 0,
     stop: Stop = None,
+    stop_token_id: StopTokenIds = None,
+    ignore_eos: IgnoreEos = False,
+    include_stop: IncludeStop = False,
+    bad_word: BadWords = None,
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
+    grammar: Grammar = None,
+    logprobs: Logprobs = None,
+    prompt_logprobs: PromptLogprobs = None,
+    max_k: MaxDepth = None,
     json: Json = False,
     raw: Raw = False,
     trace: Trace = None,
@@ -276,14 +352,25 @@ def generate(
       paceline generate --target ./my-model --drafter none --raw --max-tokens 32 "Once upon a time"
       paceline generate --json "Count to five." | python -m json.tool
       paceline generate --drafter ngram --trace trace.json "Count to five."
+      paceline generate --json-schema '{"type": "object", "required": ["name"]}' "Invent a river, as JSON."
       cat question.txt | paceline generate -
     """
     with _reported():
         from paceline.cluster import commands
 
         speculation = {"schedule": schedule, "k": k, "fanout": fanout, "width": width, "budget": budget}
-        sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
-        request = commands.options(speculation, sampling, max_tokens, stop or [])
+        speculation |= {"max_k": max_k}
+        sampling: dict[str, object] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+        sampling |= {"seed": seed}
+        sampling |= {"presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty}
+        sampling |= {"repetition_penalty": repetition_penalty}
+        sampling |= {"logit_bias": commands.biases(logit_bias or [])}
+        fields: dict[str, object] = {"n": n, "max_tokens": max_tokens, "min_tokens": min_tokens}
+        fields |= {"stop_token_ids": stop_token_id}
+        fields |= {"stop": stop, "bad_words": bad_word, "ignore_eos": ignore_eos, "include_stop": include_stop}
+        fields |= {"logprobs": logprobs is not None, "top_logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+        fields |= {"response_format": commands.response_format(json_schema, regex, grammar)}
+        request = commands.options(speculation, sampling, fields)
         where = commands.where(address, target, drafter, device, dtype)
         commands.generate(where, request, commands.read_prompt(prompt), raw=raw, as_json=json, trace=trace)
 
@@ -322,7 +409,7 @@ def chat(
 
         speculation = {"schedule": schedule, "k": k, "fanout": fanout, "width": width, "budget": budget}
         sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "seed": seed}
-        request = commands.options(speculation, sampling, max_tokens, stop or [])
+        request = commands.options(speculation, sampling, {"max_tokens": max_tokens, "stop": stop})
         commands.chat(commands.where(address, target, drafter, device, dtype), request)
 
 

@@ -30,15 +30,15 @@ class Client:
         self._address = address
 
     async def generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
-        """The responses to a request, the last one with its finish.  Raises CallError."""
-        finished = False
+        """The responses to a request, the last one of each choice with its finish.  Raises CallError."""
+        left = request.n or 1
         try:
             async for response in self._stub.Generate(request):
-                finished = response.HasField("finish")
+                left -= response.HasField("finish")
                 yield response
         except grpc.aio.AioRpcError as error:
             raise self._explain(error) from error
-        if not finished:
+        if left:
             raise CallError("the server's answer broke off")
 
     async def model(self) -> pb.GetModelResponse:

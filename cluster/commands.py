@@ -90,25 +90,59 @@ def where(
 
 
 def options(
-    speculation: Mapping[str, Any], sampling: Mapping[str, Any], max_tokens: int | None, stop: Sequence[str]
+    speculation: Mapping[str, Any], sampling: Mapping[str, Any], fields: Mapping[str, Any]
 ) -> pb.GenerateRequest:
     """A request without its prompt, checked as far as that goes without a model.  Raises Failure.
 
-    speculation, sampling: the fields of SpeculationOptions and SamplingOptions; None leaves one to the server.
+    speculation, sampling, fields: the fields of SpeculationOptions, of SamplingOptions, and others of GenerateRequest;
+    None leaves one to the server.
     """
-    for text in stop:
-        _whole(text, "--stop")
+    for name, flag in (("stop", "--stop"), ("bad_words", "--bad-word")):
+        for text in fields.get(name) or ():
+            _whole(text, flag)
     request = pb.GenerateRequest(
         sampling=pb.SamplingOptions(**sampling),
         speculation=pb.SpeculationOptions(**speculation),
-        max_tokens=max_tokens,
-        stop=stop,
+        **fields,
     )
     try:
         check_options(request)
     except Invalid as error:
         raise Failure(str(error), WRONG) from error
     return request
+
+
+def biases(given: Sequence[str]) -> dict[int, float]:
+    """The biases in texts like "17=-2.5".  Raises Failure."""
+    found: dict[int, float] = {}
+    for text in given:
+        token, _, bias = text.partition("=")
+        try:
+            found[int(token)] = float(bias)
+        except ValueError as error:
+            raise Failure(f"--logit-bias: {text!r} is not understood; write ID=BIAS, as 17=-2.5", WRONG) from error
+        if not 0 <= int(token) < 1 << 32:
+            raise Failure(f"--logit-bias: {token} is no token id", WRONG)
+    return found
+
+
+def response_format(json_schema: str | None, regex: str | None, grammar: str | None) -> pb.ResponseFormat:
+    """What form the answer shall have; a text like "@FILE" stands for what is in the file.  Raises Failure."""
+    given = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
+    forms = {name: text for name, text in given.items() if text is not None}
+    flags = {name: "--" + name.replace("_", "-") for name in forms}
+    if len(forms) > 1:
+        raise Failure(f"{' and '.join(flags.values())} are two forms for one answer; leave one out", WRONG)
+    return pb.ResponseFormat(**{name: _text_of(text, flags[name]) for name, text in forms.items()})
+
+
+def _text_of(text: str, flag: str) -> str:
+    if not text.startswith("@"):
+        return _whole(text, flag)
+    try:
+        return Path(text[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise Failure(f"{flag}: {text[1:]} cannot be read: {error}", WRONG) from error
 
 
 def _check_writable(flag: str, path: Path | None) -> None:
@@ -204,8 +238,8 @@ def _plainly() -> Iterator[None]:
         raise Failure("the input is not UTF-8", WRONG) from error
 
 
-async def _ask(client: Client, request: pb.GenerateRequest, answer: terminal.Answer, show: bool) -> None:
-    """Fill `answer`, and write its text as it comes if `show`."""
+async def _ask(client: Client, request: pb.GenerateRequest, answers: Sequence[terminal.Answer], show: bool) -> None:
+    """Fill `answers`, one per choice, and write the text as it comes if `show`."""
     with terminal.Progress() as progress:
         loop = asyncio.get_running_loop()
         waiting = loop.call_later(_PATIENCE, progress, "waiting for the first token")
@@ -213,18 +247,18 @@ async def _ask(client: Client, request: pb.GenerateRequest, answer: terminal.Ans
             async for response in client.generate(request):
                 waiting.cancel()
                 progress.clear()
-                answer.add(response)
+                answers[response.index].add(response)
                 if show:
                     terminal.write(response.text)
         finally:
             waiting.cancel()
-            if show and answer.text and not answer.text.endswith("\n"):
-                terminal.write("\n")
+            if show:
+                terminal.end_line(answers[0].text)
 
 
-async def _ask_at(address: str, request: pb.GenerateRequest, answer: terminal.Answer, show: bool) -> None:
+async def _ask_at(address: str, request: pb.GenerateRequest, answers: Sequence[terminal.Answer], show: bool) -> None:
     async with connect(address) as client:
-        await _ask(client, request, answer, show)
+        await _ask(client, request, answers, show)
 
 
 # The commands
@@ -244,13 +278,16 @@ def generate(
     else:
         request.chat.messages.add(role="user", content=prompt)
     with _plainly(), asyncio.Runner() as runner, _answering(runner, where, trace) as address:
-        answer = terminal.Answer()
-        runner.run(_ask_at(address, request, answer, show=not as_json))
-    if answer.finish is None:
-        raise Failure("the answer has no end")
+        answers = [terminal.Answer() for _ in range(request.n or 1)]
+        runner.run(_ask_at(address, request, answers, show=not as_json and len(answers) == 1))
     if as_json:
-        terminal.write(json.dumps(terminal.as_object(answer, answer.finish)) + "\n")
-    terminal.note(terminal.statistics(answer, answer.finish))
+        terminal.write(json.dumps(terminal.as_object(answers)) + "\n")
+    elif len(answers) > 1:
+        for index, answer in enumerate(answers):
+            terminal.write(f"[{index}]\n{answer.text}")
+            terminal.end_line(answer.text)
+    for answer in answers:
+        terminal.note(terminal.statistics(answer))
 
 
 def chat(where: Where, request: pb.GenerateRequest) -> None:
@@ -282,13 +319,13 @@ def _turn(runner: asyncio.Runner, address: str, request: pb.GenerateRequest) -> 
     """One answer.  What was said of it is remembered; a question that got none is forgotten."""
     answer = terminal.Answer()
     try:
-        runner.run(_ask_at(address, request, answer, show=True))
+        runner.run(_ask_at(address, request, [answer], show=True))
     except KeyboardInterrupt:
         terminal.note("cancelled; Ctrl-C again ends")
     except CallError as error:
         terminal.error(str(error))
     if answer.finish is not None:
-        terminal.note(terminal.statistics(answer, answer.finish))
+        terminal.note(terminal.statistics(answer))
     if answer.text or answer.finish is not None:
         request.chat.messages.add(role="assistant", content=answer.text)
     else:

@@ -26,6 +26,7 @@ class CellConfig(BaseModel):
     schedule, k, fanout, width, budget: what a request gets that does not choose for itself.
     dtype: "auto" is bfloat16 where the device computes in it, else float32.
     kv_tokens: cached positions over all sessions, in each actor.
+    default_max_tokens: the most tokens of a request that names no max_tokens; the context bounds it too.
     cuda_graphs: record passes of a fixed shape on GPUs and launch them as one; off, each kernel is launched by itself.
     link_frames: drafts travel through host memory (gloo) or device memory (NCCL); "auto" is the device's own memory.
     link_deadline: seconds of silence after which a drafter counts as lost.
@@ -46,6 +47,7 @@ class CellConfig(BaseModel):
     width: Annotated[int, Field(ge=1, le=MAX_WIDTH)] = _DEFAULT.width
     budget: Annotated[int, Field(ge=1, le=MAX_BUDGET)] = _DEFAULT.budget
     kv_tokens: Annotated[int, Field(ge=256)] = 16384
+    default_max_tokens: Annotated[int, Field(ge=1)] = 2048
     cuda_graphs: bool = True
     max_sessions: Annotated[int, Field(ge=1, le=1024)] = 16
     max_queue: Annotated[int, Field(ge=0)] = 256

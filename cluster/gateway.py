@@ -13,18 +13,21 @@ import secrets
 import socket
 import time
 import uuid
+from collections import defaultdict
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from paceline.actors.schedules import MAX_BUDGET, MAX_FANOUT, MAX_K, MAX_WIDTH
-from paceline.actors.values import Delta, Finish, Request, Sampling, Speculation
+from paceline.actors.values import Delta, Finish, Request, Sampling, Speculation, TokenLogprobs
 from paceline.cluster.backend import Backend, BackendError
-from paceline.cluster.requests import SCHEDULE_NAMES, Codec, Invalid, check
+from paceline.cluster.requests import SCHEDULE_NAMES, Codec, Invalid, check, choices
 from paceline.v1 import generation_pb2 as pb
 from paceline.v1 import generation_pb2_grpc as pb_grpc
 
@@ -56,11 +59,17 @@ _SERVER_OPTIONS = (
 # A status message travels in a header; beyond 8 KiB, percent-encoded, clients get another error instead.
 _MAX_DETAIL = 600
 _RELEASE_TIMEOUT = 5.0
+_PIECES = 65536
 
 _REASONS = {
     "stop": pb.FINISH_REASON_STOP,
     "length": pb.FINISH_REASON_LENGTH,
     "cancelled": pb.FINISH_REASON_CANCELLED,
+}
+
+_CODES: Mapping[str, grpc.StatusCode] = {
+    "exhausted": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "invalid": grpc.StatusCode.INVALID_ARGUMENT,
 }
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -133,39 +142,61 @@ def _in_use(address: str) -> AddressInUse:
     return AddressInUse(f"{address} is in use; choose another port with --address, or stop what listens there")
 
 
-class _Outbox:
-    """The deltas of one request on their way to its client; what the client has not taken yet is merged into one."""
+class _Piece:
+    """What came of one choice since its client took something last, merged into one delta."""
 
     def __init__(self) -> None:
-        self.finished = False
-        self._ids: list[int] = []
-        self._text: list[str] = []
-        self._end: Finish | Exception | None = None
+        self._deltas: list[Delta] = []
+
+    def add(self, delta: Delta) -> None:
+        self._deltas.append(delta)
+
+    def merged(self) -> Delta:
+        deltas = self._deltas
+        return Delta(
+            tuple(token for delta in deltas for token in delta.token_ids),
+            "".join(delta.text for delta in deltas),
+            deltas[-1].finish,
+            tuple(one for delta in deltas for one in delta.logprobs),
+            tuple(one for delta in deltas for one in delta.prompt_logprobs),
+        )
+
+
+class _Outbox:
+    """The deltas of a call's choices on their way to its client."""
+
+    def __init__(self, choices: int) -> None:
+        self._open = set(range(choices))
+        self._pieces: dict[int, _Piece] = defaultdict(_Piece)
+        self._error: Exception | None = None
         self._ready = asyncio.Event()
 
-    def put(self, delta: Delta) -> None:
-        self._ids += delta.token_ids
-        self._text.append(delta.text)
+    def has_end_of(self, index: int) -> bool:
+        """Whether this choice has ended by itself."""
+        return index not in self._open
+
+    def put(self, index: int, delta: Delta) -> None:
+        self._pieces[index].add(delta)
         if delta.finish is not None:
-            self.finished = True
-            self._end = delta.finish
+            self._open.discard(index)
         self._ready.set()
 
     def fail(self, error: Exception) -> None:
-        self._end = error
+        self._error = self._error or error
         self._ready.set()
 
-    async def take(self) -> Delta:
-        """All that came in since; waits for something.  Raises what `fail` was given, after all that came before."""
+    async def take(self) -> list[tuple[int, Delta]]:
+        """All that came in since, by choice; waits for something, and is empty once all has been taken.
+
+        Raises what `fail` was given, after all that came before.
+        """
         await self._ready.wait()
-        if isinstance(self._end, Exception) and not self._ids and not any(self._text):
-            raise self._end
-        finish = self._end if isinstance(self._end, Finish) else None
-        delta = Delta(tuple(self._ids), "".join(self._text), finish)
-        self._ids, self._text = [], []
-        if self._end is None:
+        taken, self._pieces = sorted(self._pieces.items()), defaultdict(_Piece)
+        if not taken and self._error is not None:
+            raise self._error
+        if self._open and self._error is None:
             self._ready.clear()
-        return delta
+        return [(index, piece.merged()) for index, piece in taken]
 
 
 class _Health:
@@ -225,11 +256,30 @@ class _Health:
         return False
 
 
+@dataclass(slots=True)
+class _Call:
+    """A call of Generate.  left: choices that have not ended.  pumps: who takes their deltas."""
+
+    choices: list[Request]
+    outbox: _Outbox
+    pumps: list[asyncio.Task[None]] = field(default_factory=list)
+    left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left = len(self.choices)
+
+    @property
+    def id(self) -> str:
+        return self.choices[0].id
+
+
 class _Servicer(pb_grpc.GenerationServiceServicer):
     def __init__(self, backend: Backend, codec: Codec, watch: _Health, settings: GatewaySettings) -> None:
         self._backend, self._codec, self._health, self._settings = backend, codec, watch, settings
         # One thread: a long prompt must not hold up the streams, and tokenizers need not be safe to share.
         self._tokenizer = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        # Tops of twenty tokens each would take more time to decode than to compute.
+        self._piece = lru_cache(_PIECES)(codec.piece)
         self._running: set[str] = set()
         self._calls: set[asyncio.Task[Any]] = set()
         self._releases: set[asyncio.Task[None]] = set()
@@ -261,6 +311,8 @@ class _Servicer(pb_grpc.GenerationServiceServicer):
             max_width=MAX_WIDTH,
             default_budget=model.speculation.budget,
             max_budget=MAX_BUDGET,
+            default_max_tokens=min(model.default_max_tokens, model.context_length),
+            has_response_format=self._codec.has_grammars,
         )
 
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:  # noqa: N802
@@ -287,17 +339,27 @@ class _Servicer(pb_grpc.GenerationServiceServicer):
         task.add_done_callback(self._calls.discard)
 
     async def _generate(self, proto: pb.GenerateRequest, context: _Context) -> None:
-        request = await self._admit(proto)
-        outbox = _Outbox()
-        pump = asyncio.create_task(self._pump(request, outbox))
+        choices = await self._admit(proto)
+        outbox = _Outbox(len(choices))
+        call = _Call(choices, outbox)
         try:
-            while (delta := await outbox.take()).finish is None:
-                await self._write(context, _response(delta, request.id))
-            await self._end(context, delta, delta.finish, request.id)
+            call.pumps = [asyncio.create_task(self._pump(call, index)) for index in range(len(choices))]
+            while taken := await outbox.take():
+                for index, delta in taken:
+                    await self._deliver(context, call, index, delta)
         finally:
-            await self._release(request.id, pump, outbox)
+            await self._release(call)
 
-    async def _admit(self, proto: pb.GenerateRequest) -> Request:
+    async def _deliver(self, context: _Context, call: _Call, index: int, delta: Delta) -> None:
+        finish = delta.finish
+        if finish is None or finish.reason != "error":
+            await self._write(context, self._response(call, index, delta))
+        elif delta.token_ids or delta.text:
+            await self._write(context, self._response(call, index, replace(delta, finish=None)))
+        if finish is not None:
+            _raise_failure(finish)
+
+    async def _admit(self, proto: pb.GenerateRequest) -> list[Request]:
         loop = asyncio.get_running_loop()
         args = (proto, self._codec, self._backend.model, lambda: uuid.uuid4().hex, lambda: secrets.randbits(64))
         request = await loop.run_in_executor(self._tokenizer, check, *args)
@@ -305,19 +367,22 @@ class _Servicer(pb_grpc.GenerationServiceServicer):
             reason = f"request_id: {request.id!r} is running already; choose another, or leave it out"
             raise _Failed(grpc.StatusCode.ALREADY_EXISTS, reason)
         self._running.add(request.id)
-        return request
+        return choices(proto, request)
 
-    async def _pump(self, request: Request, outbox: _Outbox) -> None:
-        """Take the deltas from the backend as fast as they come, however slow the client is."""
+    async def _pump(self, call: _Call, index: int) -> None:
+        """Take a choice's deltas from the backend as fast as they come, however slow the client is."""
+        outbox = call.outbox
         try:
-            async with aclosing(self._backend.generate(request)) as stream:
+            async with aclosing(self._backend.generate(call.choices[index])) as stream:
                 async for delta in stream:
                     self._health.alive()
                     if delta.finish is not None:
-                        # Before the client can know of the end, and use the id again.
-                        self._running.discard(request.id)
-                    outbox.put(delta)
-                    if outbox.finished:
+                        call.left -= 1
+                        if not call.left:
+                            # Before the client can know of the end, and use the id again.
+                            self._running.discard(call.id)
+                    outbox.put(index, delta)
+                    if delta.finish is not None:
                         return
             outbox.fail(_Failed(grpc.StatusCode.INTERNAL, "the answer broke off"))
         except Exception as error:
@@ -331,51 +396,61 @@ class _Servicer(pb_grpc.GenerationServiceServicer):
             reason = f"the client took nothing for {self._settings.stall:g} s"
             raise _Failed(grpc.StatusCode.ABORTED, reason) from None
 
-    async def _end(self, context: _Context, delta: Delta, finish: Finish, request_id: str) -> None:
-        if finish.reason == "error":
-            if delta.token_ids or delta.text:
-                await self._write(context, _response(Delta(delta.token_ids, delta.text), request_id))
-            exhausted = finish.code == "exhausted"
-            code = grpc.StatusCode.RESOURCE_EXHAUSTED if exhausted else grpc.StatusCode.INTERNAL
-            raise _Failed(code, finish.error or "the request failed")
-        await self._write(context, _response(delta, request_id))
-        if finish.reason == "cancelled":
-            raise _Failed(grpc.StatusCode.UNAVAILABLE, "the server ended the request before its time")
+    def _response(self, call: _Call, index: int, delta: Delta) -> pb.GenerateResponse:
+        response = pb.GenerateResponse(
+            text=delta.text,
+            token_ids=delta.token_ids,
+            index=index,
+            logprobs=map(self._logprobs, delta.logprobs),
+            prompt_logprobs=map(self._logprobs, delta.prompt_logprobs),
+        )
+        if delta.finish is not None:
+            response.finish.CopyFrom(_finish(delta.finish, call))
+        return response
 
-    async def _release(self, request_id: str, pump: asyncio.Task[None], outbox: _Outbox) -> None:
-        """Free what the request holds.  A task of its own: the call may be cancelled again while it runs."""
-        task = asyncio.create_task(self._free(request_id, pump, outbox))
+    def _logprobs(self, one: TokenLogprobs) -> pb.TokenLogprobs:
+        top = [pb.TopLogprob(token_id=id, token=self._piece(id), logprob=logprob) for id, logprob in one.top]
+        return pb.TokenLogprobs(token_id=one.token, token=self._piece(one.token), logprob=one.logprob, top=top)
+
+    async def _release(self, call: _Call) -> None:
+        """Free what the call holds.  A task of its own: the call may be cancelled again while it runs."""
+        task = asyncio.create_task(self._free(call))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
         await asyncio.shield(task)
 
-    async def _free(self, request_id: str, pump: asyncio.Task[None], outbox: _Outbox) -> None:
-        if outbox.finished:
-            await asyncio.wait([pump], timeout=_RELEASE_TIMEOUT)
-            return
+    async def _free(self, call: _Call) -> None:
+        running = [index for index in range(len(call.choices)) if not call.outbox.has_end_of(index)]
+        await asyncio.gather(*(self._cancel(call.choices[index].id) for index in running))
+        # Only now: nobody may use the ids while the cancel is under way.
+        for index in running:
+            if index < len(call.pumps):
+                call.pumps[index].cancel()
+        if call.pumps:
+            await asyncio.wait(call.pumps, timeout=_RELEASE_TIMEOUT)
+        self._running.discard(call.id)
+
+    async def _cancel(self, id: str) -> None:
         try:
             async with asyncio.timeout(_RELEASE_TIMEOUT):
-                await self._backend.cancel(request_id)
+                await self._backend.cancel(id)
         except Exception as error:
-            log.warning("request %s could not be cancelled: %r", request_id, error)
-        # Only now: nobody may use the id while the cancel is under way.
-        pump.cancel()
-        await asyncio.wait([pump], timeout=_RELEASE_TIMEOUT)
-        self._running.discard(request_id)
+            log.warning("request %s could not be cancelled: %r", id, error)
 
 
-def _response(delta: Delta, request_id: str) -> pb.GenerateResponse:
-    response = pb.GenerateResponse(text=delta.text, token_ids=delta.token_ids)
-    if delta.finish is not None:
-        response.finish.CopyFrom(_finish(delta.finish, request_id))
-    return response
+def _raise_failure(finish: Finish) -> None:
+    """End the call where one of its choices did not end well."""
+    if finish.reason == "cancelled":
+        raise _Failed(grpc.StatusCode.UNAVAILABLE, "the server ended the request before its time")
+    if finish.reason == "error":
+        raise _Failed(_CODES.get(finish.code, grpc.StatusCode.INTERNAL), finish.error or "the request failed")
 
 
-def _finish(finish: Finish, request_id: str) -> pb.Finish:
+def _finish(finish: Finish, call: _Call) -> pb.Finish:
     stats = finish.stats
     return pb.Finish(
         finish_reason=_REASONS[finish.reason],
-        seed=finish.seed,
+        seed=call.choices[0].sampling.seed,
         usage=pb.Usage(prompt_tokens=finish.prompt_tokens, completion_tokens=finish.completion_tokens),
         speculation=pb.SpeculationStats(
             schedule=stats.schedule,
@@ -387,7 +462,7 @@ def _finish(finish: Finish, request_id: str) -> pb.Finish:
             waited_seconds=stats.waited,
             positions=[pb.PositionStats(drafted=drafted, accepted=accepted) for drafted, accepted in stats.positions],
         ),
-        request_id=request_id,
+        request_id=call.id,
     )
 
 

@@ -6,7 +6,7 @@ import contextlib
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -29,6 +29,8 @@ class Answer:
     clock: Callable[[], float] = time.monotonic
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
+    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
     finish: pb.Finish | None = None
     first_at: float | None = None
     ended_at: float | None = None
@@ -40,6 +42,8 @@ class Answer:
     def add(self, response: pb.GenerateResponse) -> None:
         self.token_ids += response.token_ids
         self.text += response.text
+        self.logprobs += response.logprobs
+        self.prompt_logprobs += response.prompt_logprobs
         if self.first_at is None:
             self.first_at = self.clock()
         if response.HasField("finish"):
@@ -52,12 +56,30 @@ def reason(finish: pb.Finish) -> str:
     return pb.FinishReason.Name(finish.finish_reason).removeprefix("FINISH_REASON_").lower()
 
 
-def as_object(answer: Answer, finish: pb.Finish) -> Mapping[str, Any]:
-    """The finished answer as `--json` prints it.  Scripts rely on these keys."""
+def as_object(answers: Sequence[Answer]) -> Mapping[str, Any]:
+    """What `--json` prints: the finished answer, or "choices" of several.  Scripts rely on these keys."""
+    objects = [_as_object(answer, _finish(answer)) for answer in answers]
+    return objects[0] if len(objects) == 1 else {"choices": objects}
+
+
+def _finish(answer: Answer) -> pb.Finish:
+    # The client does not end before each choice has one.
+    assert answer.finish is not None
+    return answer.finish
+
+
+def _logprob(one: pb.TokenLogprobs) -> Mapping[str, Any]:
+    top = [{"token_id": it.token_id, "token": it.token, "logprob": it.logprob} for it in one.top]
+    return {"token_id": one.token_id, "token": one.token, "logprob": one.logprob, "top": top}
+
+
+def _as_object(answer: Answer, finish: pb.Finish) -> Mapping[str, Any]:
     stats = finish.speculation
+    lists = {"logprobs": answer.logprobs, "prompt_logprobs": answer.prompt_logprobs}
     return {
         "token_ids": answer.token_ids,
         "text": answer.text,
+        **{name: [_logprob(one) for one in given] for name, given in lists.items() if given},
         "finish_reason": reason(finish),
         "seed": finish.seed,
         "usage": {
@@ -77,8 +99,9 @@ def as_object(answer: Answer, finish: pb.Finish) -> Mapping[str, Any]:
     }
 
 
-def statistics(answer: Answer, finish: pb.Finish) -> str:
+def statistics(answer: Answer) -> str:
     """One line: how fast, how many tokens per pass, how many of them were drafted, how often a draft was there."""
+    finish = _finish(answer)
     tokens, stats = finish.usage.completion_tokens, finish.speculation
     seconds = (answer.ended_at or answer.started_at) - answer.started_at
     first = (answer.first_at or answer.started_at) - answer.started_at
@@ -96,6 +119,12 @@ def write(text: str) -> None:
     """A piece of an answer, at once."""
     sys.stdout.write(text.translate(_CONTROL) if sys.stdout.isatty() else text)
     sys.stdout.flush()
+
+
+def end_line(text: str) -> None:
+    """Let what comes after `text` begin a line of its own."""
+    if text and not text.endswith("\n"):
+        write("\n")
 
 
 def note(message: str) -> None:

@@ -23,6 +23,17 @@ class ByteCodec:
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(text.encode())
 
+    encode_part = encode
+
+    has_grammars = True
+
+    def check_grammar(self, grammar: str) -> None:
+        if "refused" in grammar:
+            raise ValueError("it says refused")
+
+    def piece(self, token: int) -> str:
+        return chr(token)
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         if messages[0]["role"] == "assistant":
             raise ValueError("the conversation must not begin with the assistant")

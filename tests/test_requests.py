@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paceline.actors.schedules import MAX_BUDGET, MAX_FANOUT, MAX_K, MAX_WIDTH, SCHEDULES
 from paceline.actors.values import Request, Sampling, Speculation
-from paceline.cluster.requests import DEFAULT_MAX_TOKENS, SCHEDULE_NAMES, Invalid, check, check_options
+from paceline.cluster.requests import SCHEDULE_NAMES, Invalid, check, check_options
 from paceline.v1 import generation_pb2 as pb
 from scripted import MODEL, ByteCodec
 
@@ -31,7 +31,7 @@ def request(**fields) -> pb.GenerateRequest:
 def test_a_request_that_names_nothing_gets_the_defaults():
     expected = Request("drawn", (104, 105), Sampling(seed=7), 62, (), (), False, Speculation("auto", 4))
     assert checked(request()) == expected
-    assert checked(request(), context_length=10_000).max_tokens == DEFAULT_MAX_TOKENS == 256
+    assert checked(request(), context_length=10_000).max_tokens == MODEL.default_max_tokens
 
 
 def test_every_field_arrives():

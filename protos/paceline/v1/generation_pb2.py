@@ -24,41 +24,51 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpaceline/v1/generation.proto\x12\x0bpaceline.v1\"\xed\x02\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x16.paceline.v1.ChatInputH\x00\x12)\n\x06tokens\x18\x03 \x01(\x0b\x32\x17.paceline.v1.TokenInputH\x00\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.paceline.v1.SamplingOptions\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x34\n\x0bspeculation\x18\t \x01(\x0b\x32\x1f.paceline.v1.SpeculationOptions\x12\x17\n\nrequest_id\x18\n \x01(\tH\x02\x88\x01\x01\x42\x07\n\x05inputB\r\n\x0b_max_tokensB\r\n\x0b_request_id\"7\n\tChatInput\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.paceline.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x19\n\nTokenInput\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xb1\x01\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seed\"\xac\x01\n\x12SpeculationOptions\x12\x15\n\x08schedule\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x0e\n\x01k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x13\n\x06\x66\x61nout\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05width\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x13\n\x06\x62udget\x18\x05 \x01(\rH\x04\x88\x01\x01\x42\x0b\n\t_scheduleB\x04\n\x02_kB\t\n\x07_fanoutB\x08\n\x06_widthB\t\n\x07_budget\"X\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12#\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x13.paceline.v1.Finish\"\xb3\x01\n\x06\x46inish\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.paceline.v1.Usage\x12\x32\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x1d.paceline.v1.SpeculationStats\x12\x12\n\nrequest_id\x18\x05 \x01(\t\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xce\x01\n\x10SpeculationStats\x12\x10\n\x08schedule\x18\x01 \x01(\t\x12\x0f\n\x07\x64rafted\x18\x02 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x04\x12\x15\n\rverify_passes\x18\x04 \x01(\x04\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x05 \x01(\x01\x12\x0c\n\x04hits\x18\x06 \x01(\x04\x12\x16\n\x0ewaited_seconds\x18\x07 \x01(\x01\x12-\n\tpositions\x18\x08 \x03(\x0b\x32\x1a.paceline.v1.PositionStats\"2\n\rPositionStats\x12\x0f\n\x07\x64rafted\x18\x01 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x04\"\x11\n\x0fGetModelRequest\"\xdb\x02\n\x10GetModelResponse\x12\x0e\n\x06target\x18\x01 \x01(\t\x12\x10\n\x08\x64rafters\x18\x02 \x03(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\x18\n\x10\x64\x65\x66\x61ult_schedule\x18\x07 \x01(\t\x12\x11\n\tdefault_k\x18\x08 \x01(\r\x12\x11\n\tschedules\x18\t \x03(\t\x12\r\n\x05max_k\x18\n \x01(\r\x12\x16\n\x0e\x64\x65\x66\x61ult_fanout\x18\x0b \x01(\r\x12\x12\n\nmax_fanout\x18\x0c \x01(\r\x12\x15\n\rdefault_width\x18\r \x01(\r\x12\x11\n\tmax_width\x18\x0e \x01(\r\x12\x16\n\x0e\x64\x65\x66\x61ult_budget\x18\x0f \x01(\r\x12\x12\n\nmax_budget\x18\x10 \x01(\r*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x32\xa7\x01\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse0\x01\x12G\n\x08GetModel\x12\x1c.paceline.v1.GetModelRequest\x1a\x1d.paceline.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpaceline/v1/generation.proto\x12\x0bpaceline.v1\"\xd0\x04\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x16.paceline.v1.ChatInputH\x00\x12)\n\x06tokens\x18\x03 \x01(\x0b\x32\x17.paceline.v1.TokenInputH\x00\x12.\n\x08sampling\x18\x04 \x01(\x0b\x32\x1c.paceline.v1.SamplingOptions\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x34\n\x0bspeculation\x18\t \x01(\x0b\x32\x1f.paceline.v1.SpeculationOptions\x12\x17\n\nrequest_id\x18\n \x01(\tH\x02\x88\x01\x01\x12\x0e\n\x01n\x18\x0b \x01(\rH\x03\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x0c \x01(\r\x12\x14\n\x0cinclude_stop\x18\r \x01(\x08\x12\x10\n\x08logprobs\x18\x0e \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\x0f \x01(\r\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x04\x88\x01\x01\x12\x11\n\tbad_words\x18\x11 \x03(\t\x12\x34\n\x0fresponse_format\x18\x12 \x01(\x0b\x32\x1b.paceline.v1.ResponseFormatB\x07\n\x05inputB\r\n\x0b_max_tokensB\r\n\x0b_request_idB\x04\n\x02_nB\x12\n\x10_prompt_logprobs\"S\n\x0eResponseFormat\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x03 \x01(\tH\x00\x42\x06\n\x04\x66orm\"7\n\tChatInput\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.paceline.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x19\n\nTokenInput\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xc6\x03\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12?\n\nlogit_bias\x18\t \x03(\x0b\x32+.paceline.v1.SamplingOptions.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penalty\"\xca\x01\n\x12SpeculationOptions\x12\x15\n\x08schedule\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x0e\n\x01k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x13\n\x06\x66\x61nout\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05width\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x13\n\x06\x62udget\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x12\n\x05max_k\x18\x06 \x01(\rH\x05\x88\x01\x01\x42\x0b\n\t_scheduleB\x04\n\x02_kB\t\n\x07_fanoutB\x08\n\x06_widthB\t\n\x07_budgetB\x08\n\x06_max_k\"\xca\x01\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12#\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x13.paceline.v1.Finish\x12\r\n\x05index\x18\x04 \x01(\r\x12,\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1a.paceline.v1.TokenLogprobs\x12\x33\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x1a.paceline.v1.TokenLogprobs\"g\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\x12$\n\x03top\x18\x04 \x03(\x0b\x32\x17.paceline.v1.TopLogprob\">\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x01\"\xb3\x01\n\x06\x46inish\x12\x30\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.paceline.v1.Usage\x12\x32\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x1d.paceline.v1.SpeculationStats\x12\x12\n\nrequest_id\x18\x05 \x01(\t\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xce\x01\n\x10SpeculationStats\x12\x10\n\x08schedule\x18\x01 \x01(\t\x12\x0f\n\x07\x64rafted\x18\x02 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x04\x12\x15\n\rverify_passes\x18\x04 \x01(\x04\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x05 \x01(\x01\x12\x0c\n\x04hits\x18\x06 \x01(\x04\x12\x16\n\x0ewaited_seconds\x18\x07 \x01(\x01\x12-\n\tpositions\x18\x08 \x03(\x0b\x32\x1a.paceline.v1.PositionStats\"2\n\rPositionStats\x12\x0f\n\x07\x64rafted\x18\x01 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x04\"\x11\n\x0fGetModelRequest\"\x94\x03\n\x10GetModelResponse\x12\x0e\n\x06target\x18\x01 \x01(\t\x12\x10\n\x08\x64rafters\x18\x02 \x03(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\x18\n\x10\x64\x65\x66\x61ult_schedule\x18\x07 \x01(\t\x12\x11\n\tdefault_k\x18\x08 \x01(\r\x12\x11\n\tschedules\x18\t \x03(\t\x12\r\n\x05max_k\x18\n \x01(\r\x12\x16\n\x0e\x64\x65\x66\x61ult_fanout\x18\x0b \x01(\r\x12\x12\n\nmax_fanout\x18\x0c \x01(\r\x12\x15\n\rdefault_width\x18\r \x01(\r\x12\x11\n\tmax_width\x18\x0e \x01(\r\x12\x16\n\x0e\x64\x65\x66\x61ult_budget\x18\x0f \x01(\r\x12\x12\n\nmax_budget\x18\x10 \x01(\r\x12\x1a\n\x12\x64\x65\x66\x61ult_max_tokens\x18\x11 \x01(\r\x12\x1b\n\x13has_response_format\x18\x12 \x01(\x08*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x32\xa7\x01\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.paceline.v1.GenerateRequest\x1a\x1d.paceline.v1.GenerateResponse0\x01\x12G\n\x08GetModel\x12\x1c.paceline.v1.GetModelRequest\x1a\x1d.paceline.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paceline.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1859
-  _globals['_FINISHREASON']._serialized_end=1983
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=2819
+  _globals['_FINISHREASON']._serialized_end=2943
   _globals['_GENERATEREQUEST']._serialized_start=46
-  _globals['_GENERATEREQUEST']._serialized_end=411
-  _globals['_CHATINPUT']._serialized_start=413
-  _globals['_CHATINPUT']._serialized_end=468
-  _globals['_CHATMESSAGE']._serialized_start=470
-  _globals['_CHATMESSAGE']._serialized_end=514
-  _globals['_TOKENINPUT']._serialized_start=516
-  _globals['_TOKENINPUT']._serialized_end=541
-  _globals['_SAMPLINGOPTIONS']._serialized_start=544
-  _globals['_SAMPLINGOPTIONS']._serialized_end=721
-  _globals['_SPECULATIONOPTIONS']._serialized_start=724
-  _globals['_SPECULATIONOPTIONS']._serialized_end=896
-  _globals['_GENERATERESPONSE']._serialized_start=898
-  _globals['_GENERATERESPONSE']._serialized_end=986
-  _globals['_FINISH']._serialized_start=989
-  _globals['_FINISH']._serialized_end=1168
-  _globals['_USAGE']._serialized_start=1170
-  _globals['_USAGE']._serialized_end=1227
-  _globals['_SPECULATIONSTATS']._serialized_start=1230
-  _globals['_SPECULATIONSTATS']._serialized_end=1436
-  _globals['_POSITIONSTATS']._serialized_start=1438
-  _globals['_POSITIONSTATS']._serialized_end=1488
-  _globals['_GETMODELREQUEST']._serialized_start=1490
-  _globals['_GETMODELREQUEST']._serialized_end=1507
-  _globals['_GETMODELRESPONSE']._serialized_start=1510
-  _globals['_GETMODELRESPONSE']._serialized_end=1857
-  _globals['_GENERATIONSERVICE']._serialized_start=1986
-  _globals['_GENERATIONSERVICE']._serialized_end=2153
+  _globals['_GENERATEREQUEST']._serialized_end=638
+  _globals['_RESPONSEFORMAT']._serialized_start=640
+  _globals['_RESPONSEFORMAT']._serialized_end=723
+  _globals['_CHATINPUT']._serialized_start=725
+  _globals['_CHATINPUT']._serialized_end=780
+  _globals['_CHATMESSAGE']._serialized_start=782
+  _globals['_CHATMESSAGE']._serialized_end=826
+  _globals['_TOKENINPUT']._serialized_start=828
+  _globals['_TOKENINPUT']._serialized_end=853
+  _globals['_SAMPLINGOPTIONS']._serialized_start=856
+  _globals['_SAMPLINGOPTIONS']._serialized_end=1310
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_start=1141
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_end=1189
+  _globals['_SPECULATIONOPTIONS']._serialized_start=1313
+  _globals['_SPECULATIONOPTIONS']._serialized_end=1515
+  _globals['_GENERATERESPONSE']._serialized_start=1518
+  _globals['_GENERATERESPONSE']._serialized_end=1720
+  _globals['_TOKENLOGPROBS']._serialized_start=1722
+  _globals['_TOKENLOGPROBS']._serialized_end=1825
+  _globals['_TOPLOGPROB']._serialized_start=1827
+  _globals['_TOPLOGPROB']._serialized_end=1889
+  _globals['_FINISH']._serialized_start=1892
+  _globals['_FINISH']._serialized_end=2071
+  _globals['_USAGE']._serialized_start=2073
+  _globals['_USAGE']._serialized_end=2130
+  _globals['_SPECULATIONSTATS']._serialized_start=2133
+  _globals['_SPECULATIONSTATS']._serialized_end=2339
+  _globals['_POSITIONSTATS']._serialized_start=2341
+  _globals['_POSITIONSTATS']._serialized_end=2391
+  _globals['_GETMODELREQUEST']._serialized_start=2393
+  _globals['_GETMODELREQUEST']._serialized_end=2410
+  _globals['_GETMODELRESPONSE']._serialized_start=2413
+  _globals['_GETMODELRESPONSE']._serialized_end=2817
+  _globals['_GENERATIONSERVICE']._serialized_start=2946
+  _globals['_GENERATIONSERVICE']._serialized_end=3113
 # @@protoc_insertion_point(module_scope)

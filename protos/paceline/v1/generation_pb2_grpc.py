@@ -52,7 +52,8 @@ class GenerationServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Generates from one prompt.  The stream ends with a response that holds `finish`, or with an error status.
+        """Generates from one prompt.  The stream ends when each choice has had a response with `finish`, or with an error
+        status.  A field that this server does not know is refused, not ignored.
         Cancelling the call, or its deadline passing, ends the generation at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
