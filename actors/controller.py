@@ -44,6 +44,8 @@ _TIERS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256
 _FIRST = Plan("saguaro", k=4, fanout=3, fresh=0)
 """Before anything is known: it drafts beside the passes and never waits, so that even a bad drafter costs little."""
 
+_LEAST_PASS = 1e-6
+
 _PROBE = Plan("saguaro", k=2, fanout=1, fresh=0)
 """What a plain session tries now and then, to see whether drafting would pay by now."""
 
@@ -340,7 +342,8 @@ class Controller:
 
     def note_pass(self, seconds: float, rows: int) -> None:
         """A pass over so many rows (roots and nodes) took so long.  Not for passes that read a prompt."""
-        self.meter.note_pass(seconds, rows)
+        # A clock may be too coarse to see a pass; one that takes no time would be infinitely fast.
+        self.meter.note_pass(max(seconds, _LEAST_PASS), rows)
 
     def note_growth(self, drafter: str, step_seconds: float) -> None:
         """A drafter says how long a step of it takes."""

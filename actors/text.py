@@ -128,6 +128,10 @@ class TextCodec:
             raise GrammarError("the target's tokenizer cannot be used with grammars")
         self._grammars.check(grammar)
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these ids, without special tokens; "" without a tokenizer."""
+        return "" if self._decoder is None else self._decoder(self._decoder.spoken(ids))
+
     def piece(self, token: int) -> str:
         """The text of one token by itself; U+FFFD where it is not whole characters, "" without a tokenizer."""
         return "" if self._decoder is None else self._decoder([token])

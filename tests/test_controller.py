@@ -166,3 +166,13 @@ def test_a_schedule_that_yields_less_than_it_promises_is_left() -> None:
         seconds = 0.1 if plain else 0.6
         controller.note_verdict(1, () if plain else (RIGHT, RIGHT, WRONG), 1 if plain else 3, seconds)
     assert plan.schedule == "plain"
+
+
+def test_passes_that_a_coarse_clock_does_not_see_are_no_fault() -> None:
+    controller = Controller()
+    for _ in range(200):
+        controller.note_pass(0.0, 4)
+        controller.note_growth("d", 0.001)
+        for session, schedule in enumerate(("saguaro", "swiftspec", "pearl", "auto")):
+            controller.plan(session, Speculation(schedule), 4, "d")
+            controller.note_verdict(session, [Level(1, 0)], 2, 0.0)
