@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from paceline.actors.messages import Close, GrowthMessage, Malformed, Open, Verdict, decode, encode
 from paceline.actors.schedules import MAX_BUDGET, MAX_FANOUT, MAX_K, MAX_WIDTH, SCHEDULES, Plan
 from paceline.actors.tree import NewNode
-from paceline.actors.values import Sampling
+from paceline.actors.values import Constraints, Sampling
 
 u32 = st.integers(0, 2**32 - 1)
 tokens = st.lists(u32, max_size=50).map(tuple)
@@ -27,7 +27,19 @@ plans = st.builds(
     st.floats(0, 1, width=32),
     st.integers(0, MAX_K),
 )
-opens = st.builds(Open, u32, u32, tokens, samplings, plans, u32)
+floats = st.floats(-100, 100)
+constraints = st.builds(
+    Constraints,
+    st.lists(st.tuples(u32, floats), max_size=5).map(tuple),
+    st.floats(0.01, 100),
+    floats,
+    floats,
+    st.lists(st.lists(u32, min_size=1, max_size=4).map(tuple), max_size=4).map(tuple),
+    u32,
+    tokens,
+    st.text(max_size=50),
+)
+opens = st.builds(Open, u32, u32, tokens, samplings, plans, u32, st.just(0), constraints)
 nodes = st.builds(NewNode, st.integers(1, 2**32 - 1), u32, u32, st.floats(-100, 0, width=32))
 seconds = st.floats(0, 1000, width=32)
 growths = st.builds(
