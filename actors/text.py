@@ -234,6 +234,8 @@ class Detokenizer:
         self._decoder, self._stop, self._include = decoder, tuple(stop), include
         self._early = min_tokens
         self._held = ""
+        # How much of the text that was not handed out yet is too early for a stop string to end in.
+        self._barred = 0
 
     def push(self, token_ids: tuple[int, ...]) -> tuple[str, int | None]:
         """The text that these ids complete; and, if they complete a stop string, how many of them that took.
@@ -248,7 +250,9 @@ class Detokenizer:
             if not self._window.add((token,)):
                 continue
             text = self._held + self._window.pending
-            end = None if early else self._end_in(text)
+            if early:
+                self._barred = len(text.rstrip(_REPLACEMENT))
+            end = self._end_in(text)
             if end is not None:
                 self._held, self._window = "", _Window(self._decoder)
                 return "".join((*pieces, text[:end])), used
@@ -256,6 +260,7 @@ class Detokenizer:
                 free = len(text) - self._beginning_at_end(text)
                 pieces.append(text[:free])
                 self._held = text[free:]
+                self._barred = max(0, self._barred - free)
         return "".join(pieces), None
 
     def flush(self) -> str:
@@ -271,7 +276,8 @@ class Detokenizer:
         """Where the text ends, if a stop string is complete in it: where the first one starts, or ends."""
         # A character of which only the first bytes are there is not yet the one that it looks like.
         complete = text.rstrip(_REPLACEMENT)
-        found = [(start, start + len(stop)) for stop in self._stop if (start := complete.find(stop)) >= 0]
+        firsts = ((complete.find(stop, max(0, self._barred + 1 - len(stop))), stop) for stop in self._stop)
+        found = [(start, start + len(stop)) for start, stop in firsts if start >= 0]
         return min(found)[self._include] if found else None
 
     def _beginning_at_end(self, text: str) -> int:

@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from paceline.actors.schedules import SCHEDULES
-from paceline.actors.values import Delta, Request, Speculation
+from paceline.actors.values import Delta, Request, Speculation, TokenLogprobs
 from paceline.cluster.gateway import (
     CHANNEL_OPTIONS,
     SERVICE,
@@ -23,6 +23,7 @@ from paceline.cluster.gateway import (
     RunningGateway,
     serve,
 )
+from paceline.cluster.requests import derived_seed
 from paceline.v1 import generation_pb2 as pb
 from paceline.v1 import generation_pb2_grpc as pb_grpc
 from scripted import MODEL, ByteCodec, ScriptedBackend, endless, finish, hello, with_loop
@@ -54,6 +55,85 @@ async def status(call) -> tuple[grpc.StatusCode, str]:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await read(call)
     return caught.value.code(), caught.value.details()
+
+
+# Choices, log-probabilities, what cannot be
+
+LIKELY = TokenLogprobs(65, -0.5, ((65, -0.5), (66, -1.5)))
+
+
+async def three(request: Request) -> AsyncIterator[Delta]:
+    """A choice whose length is its index; the later ones are the faster ones."""
+    index = int(request.id.partition("#")[2] or 0)
+    for _ in range(3 - index):
+        await asyncio.sleep(0)
+    yield Delta((65,), f"{index}", logprobs=(LIKELY,), prompt_logprobs=(LIKELY, LIKELY) if index == 0 else ())
+    yield Delta((66,) * index, "b" * index, finish(request, 1 + index), logprobs=(LIKELY,) * index)
+
+
+@with_loop()
+async def test_every_choice_comes_whole_with_its_index():
+    backend = ScriptedBackend(three)
+    async with served(backend) as (_, _, stub):
+        wanted = pb.GenerateRequest(text="hi", n=4, sampling=pb.SamplingOptions(seed=5), request_id="mine")
+        responses = await read(stub.Generate(wanted))
+        # The id is free again.
+        await read(stub.Generate(wanted))
+    texts = {i: "".join(r.text for r in responses if r.index == i) for i in range(4)}
+    assert texts == {i: f"{i}{'b' * i}" for i in range(4)}
+    ends = {r.index: r.finish for r in responses if r.HasField("finish")}
+    assert {i: end.usage.completion_tokens for i, end in ends.items()} == {i: 1 + i for i in range(4)}
+    assert {(end.seed, end.request_id) for end in ends.values()} == {(5, "mine")}
+    assert [r.sampling.seed for r in backend.requests[:4]] == [derived_seed(5, i) for i in range(4)]
+    assert backend.cancelled.empty()
+
+
+@with_loop()
+async def test_log_probabilities_come_with_their_tokens():
+    async with served(ScriptedBackend(three)) as (_, _, stub):
+        responses = await read(stub.Generate(HI))
+    (one,) = [one for response in responses for one in response.logprobs]
+    assert (one.token_id, one.token, one.logprob) == (65, "A", -0.5)
+    assert [(top.token_id, top.token, top.logprob) for top in one.top] == [(65, "A", -0.5), (66, "B", -1.5)]
+    assert [len(response.prompt_logprobs) for response in responses if response.prompt_logprobs] == [2]
+
+
+@with_loop()
+async def test_one_choice_that_fails_ends_the_call_and_the_others():
+    async def second_fails(request: Request) -> AsyncIterator[Delta]:
+        if request.id.endswith("#1"):
+            yield Delta((1,), "x")
+            yield Delta((), "y", finish(request, 1, "error", error="response_format: no way on", code="invalid"))
+        else:
+            await asyncio.Event().wait()
+
+    backend = ScriptedBackend(second_fails)
+    async with served(backend) as (_, _, stub):
+        call = stub.Generate(pb.GenerateRequest(text="hi", n=3, request_id="mine"))
+        assert await status(call) == (grpc.StatusCode.INVALID_ARGUMENT, "response_format: no way on")
+        assert {await backend.cancelled.get() for _ in range(2)} == {"mine", "mine#2"}
+        backend.script = hello
+        await read(stub.Generate(pb.GenerateRequest(text="hi", request_id="mine")))
+
+
+@with_loop()
+async def test_a_client_that_goes_ends_every_choice():
+    backend = ScriptedBackend(endless)
+    async with served(backend) as (_, _, stub):
+        call = stub.Generate(pb.GenerateRequest(text="hi", n=3, request_id="mine"))
+        await call.read()
+        call.cancel()
+        assert {await backend.cancelled.get() for _ in range(3)} == {"mine", "mine#1", "mine#2"}
+        assert {await backend.closed.get() for _ in range(3)} == {"mine", "mine#1", "mine#2"}
+
+
+@with_loop()
+async def test_a_field_of_a_newer_api_is_refused():
+    newer = pb.GenerateRequest.FromString(HI.SerializeToString() + b"\xa2\x06\x01A")
+    async with served(ScriptedBackend()) as (_, _, stub):
+        code, why = await status(stub.Generate(newer))
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert why.startswith("request: its field number 100 is not known")
 
 
 # Answers
@@ -114,6 +194,7 @@ async def test_get_model_tells_what_is_served():
     assert (model.drafters, model.vocab_size, model.has_chat_template) == (["ngram"], 300, True)
     assert (model.default_schedule, model.schedules) == ("auto", [*SCHEDULES, "auto"])
     assert (model.default_k, model.default_fanout, model.default_width, model.default_budget) == (4, 3, 4, 12)
+    assert (model.default_max_tokens, model.has_response_format) == (64, True)
     assert (model.max_k, model.max_fanout, model.max_width, model.max_budget) == (32, 8, 16, 64)
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paceline.actors.grammar import from_regex
 from paceline.actors.schedules import MAX_BUDGET, MAX_FANOUT, MAX_K, MAX_WIDTH, SCHEDULES
-from paceline.actors.values import Request, Sampling, Speculation
-from paceline.cluster.requests import SCHEDULE_NAMES, Invalid, check, check_options
+from paceline.actors.values import FREE, Constraints, Request, Sampling, Speculation
+from paceline.cluster.requests import SCHEDULE_NAMES, Invalid, check, check_options, choices, derived_seed
 from paceline.v1 import generation_pb2 as pb
 from scripted import MODEL, ByteCodec
 
@@ -138,6 +140,33 @@ BAD = [
     ({"speculation": {"width": 2**32 - 1}}, "speculation.width", "got 4294967295"),
     ({"speculation": {"budget": 0}}, "speculation.budget", f"from 1 to {MAX_BUDGET}, got 0"),
     ({"speculation": {"budget": MAX_BUDGET + 1}}, "speculation.budget", f"got {MAX_BUDGET + 1}"),
+    ({"speculation": {"max_k": 0}}, "speculation.max_k", f"from 1 to {MAX_K}, got 0"),
+    ({"speculation": {"max_k": MAX_K + 1}}, "speculation.max_k", f"got {MAX_K + 1}"),
+    ({"sampling": {"presence_penalty": 2.1}}, "sampling.presence_penalty", "from -2 to 2, got 2.1; 0 turns it off"),
+    ({"sampling": {"presence_penalty": NAN}}, "sampling.presence_penalty", "got nan"),
+    ({"sampling": {"frequency_penalty": -2.1}}, "sampling.frequency_penalty", "got -2.1"),
+    ({"sampling": {"repetition_penalty": 0}}, "sampling.repetition_penalty", "from 0.01 to 100, got 0.0; 1 turns it"),
+    ({"sampling": {"repetition_penalty": math.inf}}, "sampling.repetition_penalty", "got inf"),
+    ({"sampling": {"logit_bias": {3: 100.5}}}, "sampling.logit_bias[3]", "from -100 to 100, got 100.5"),
+    ({"sampling": {"logit_bias": {3: NAN}}}, "sampling.logit_bias[3]", "got nan"),
+    ({"sampling": {"logit_bias": {300: 1}}}, "sampling.logit_bias[300]", "below the vocabulary's size, 300"),
+    ({"sampling": {"logit_bias": dict.fromkeys(range(1025), 1.0)}}, "sampling.logit_bias", "at most 1024 ids"),
+    ({"n": 0}, "n", "from 1 to 64, got 0"),
+    ({"n": 65}, "n", "got 65"),
+    ({"min_tokens": 63}, "min_tokens", "at most max_tokens, which is 62 here, got 63"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "which is 4 here, got 5"),
+    ({"top_logprobs": 1}, "top_logprobs", "needs logprobs"),
+    ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "from 0 to 20, got 21"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "from 0 to 20, got 21"),
+    ({"bad_words": ["x"] * 65}, "bad_words", "at most 64"),
+    ({"bad_words": ["x", ""]}, "bad_words[1]", "1 to 128 characters and not only spaces, got ''"),
+    ({"bad_words": ["x" * 129]}, "bad_words[0]", "1 to 128"),
+    ({"bad_words": ["  "]}, "bad_words[0]", "not only spaces"),
+    ({"response_format": {"json_schema": ""}}, "response_format.json_schema", "1 to 65536 characters long, got 0"),
+    ({"response_format": {"json_schema": "{"}}, "response_format.json_schema", "not JSON"),
+    ({"response_format": {"json_schema": "x" * 65537}}, "response_format.json_schema", "got 65537"),
+    ({"response_format": {"grammar": "root ::= ("}}, "response_format.grammar", "cannot be read"),
+    ({"response_format": {"regex": "refused"}}, "response_format.regex", "it says refused"),
     ({"request_id": ""}, "request_id", "1 to 128"),
     ({"request_id": "x" * 129}, "request_id", "1 to 128"),
     ({"request_id": "a b"}, "request_id", "got 'a b'"),
@@ -161,15 +190,13 @@ def test_what_is_wrong_is_named(fields, field, reason):
 @pytest.mark.parametrize(("fields", "field", "reason"), BAD)
 def test_what_needs_no_model_is_found_without_one(fields, field, reason):
     proto = request(**fields)
-    if field.split(".")[0] in ("sampling", "speculation", "request_id") or field.startswith("stop[") or field == "stop":
-        with pytest.raises(Invalid) as caught:
-            check_options(proto)
-        assert caught.value.field == field
-    elif proto.HasField("max_tokens") and proto.max_tokens == 0:
-        with pytest.raises(Invalid, match="max_tokens"):
-            check_options(proto)
-    else:
+    needs_model = field.startswith(("input", "text", "tokens", "chat", "stop_token_ids", "min_tokens", "max_tokens"))
+    if (needs_model and "at least 1" not in reason) or "vocabulary" in reason or "says refused" in reason:
         check_options(proto)
+        return
+    with pytest.raises(Invalid) as caught:
+        check_options(proto)
+    assert caught.value.field == field
 
 
 def test_what_the_tokenizer_makes_is_checked_too():
@@ -179,7 +206,7 @@ def test_what_the_tokenizer_makes_is_checked_too():
 
 class NoTokenizer(ByteCodec):
     vocab_size = 0
-    has_chat_template = False
+    has_chat_template = has_grammars = False
 
     def encode(self, text: str) -> tuple[int, ...]:
         raise ValueError("the model has no tokenizer")
@@ -191,6 +218,8 @@ class NoTokenizer(ByteCodec):
         ({"text": "hi"}, "text"),
         ({"chat": {"messages": [user()]}}, "chat"),
         ({"tokens": {"ids": [1]}, "stop": ["x"]}, "stop"),
+        ({"tokens": {"ids": [1]}, "bad_words": ["x"]}, "bad_words"),
+        ({"tokens": {"ids": [1]}, "response_format": {"regex": "x"}}, "response_format"),
     ],
 )
 def test_a_target_without_a_tokenizer_takes_token_ids_only(fields, field):
@@ -198,6 +227,79 @@ def test_a_target_without_a_tokenizer_takes_token_ids_only(fields, field):
         checked(request(**fields), NoTokenizer())
     assert caught.value.field == field
     assert checked(request(tokens={"ids": [1]}), NoTokenizer()).prompt == (1,)
+
+
+def test_every_constraint_arrives():
+    proto = request(
+        n=3,
+        sampling={
+            "presence_penalty": -2,
+            "frequency_penalty": 2,
+            "repetition_penalty": 1.5,
+            "logit_bias": {299: -100, 0: 100},
+            "seed": 9,
+        },
+        min_tokens=4,
+        include_stop=True,
+        logprobs=True,
+        top_logprobs=20,
+        prompt_logprobs=0,
+        bad_words=["x", " yz"],
+        response_format={"regex": "[0-9]+"},
+        speculation={"max_k": 2},
+    )
+    found = checked(proto)
+    assert [bytes(word) for word in found.constraints.bad_words] == [b"x", b" x", b" yz"]
+    assert replace(found.constraints, bad_words=()) == Constraints(
+        ((0, 100.0), (299, -100.0)), 1.5, 2.0, -2.0, (), 4, (), from_regex("[0-9]+")
+    )
+    assert (found.include_stop, found.top_logprobs, found.prompt_logprobs) == (True, 20, 0)
+    assert found.speculation.max_k == 2
+    first, second, third = choices(proto, found)
+    assert first == found
+    assert [one.id for one in (first, second, third)] == ["drawn", "drawn#1", "drawn#2"]
+    assert len({one.sampling.seed for one in (first, second, third)}) == 3
+    assert (first.prompt_logprobs, second.prompt_logprobs) == (0, None)
+    assert replace(second, id=first.id, sampling=first.sampling, prompt_logprobs=0) == first
+
+
+def test_choices_do_not_depend_on_how_many_there_are():
+    found = checked(request(n=5, sampling={"seed": 2**64 - 1}))
+    assert choices(request(n=2), found) == choices(request(n=5), found)[:2]
+    assert derived_seed(1, 2) != derived_seed(2, 1)
+
+
+def test_what_is_not_asked_for_is_off():
+    found = checked(request(logprobs=True))
+    assert (found.top_logprobs, found.prompt_logprobs, found.constraints) == (0, None, FREE)
+    assert checked(request()).top_logprobs is None
+
+
+def unknown(number: int) -> bytes:
+    """A field of a newer API, of length 1."""
+    key = number << 3 | 2
+    return bytes([key & 0x7F | 0x80, key >> 7, 1, 65])
+
+
+@pytest.mark.parametrize(
+    ("path", "where"), [((), "request"), (("sampling",), "sampling"), (("response_format",), "response_format")]
+)
+def test_a_field_of_a_newer_api_is_refused_not_ignored(path, where):
+    proto = request()
+    part = proto
+    for name in path:
+        part = getattr(part, name)
+    part.MergeFromString(unknown(100))
+    with pytest.raises(Invalid, match=f"{where}: its field number 100 is not known to this server") as caught:
+        checked(proto)
+    assert caught.value.field == where
+
+
+def test_so_is_one_inside_a_list():
+    proto = request(chat={"messages": [user(), user()]})
+    proto.chat.messages[1].MergeFromString(unknown(77))
+    with pytest.raises(Invalid, match=r"chat\.messages: its field number 77 is not known"):
+        check_options(proto)
 
 
 u32, numbers = st.integers(0, 2**32 - 1), st.floats()
@@ -219,6 +321,23 @@ protos = st.builds(
         top_p=maybe(numbers),
         min_p=maybe(numbers),
         seed=maybe(st.integers(0, 2**64 - 1)),
+        presence_penalty=maybe(numbers),
+        frequency_penalty=maybe(numbers),
+        repetition_penalty=maybe(numbers),
+        logit_bias=st.dictionaries(some_id, numbers, max_size=4),
+    ),
+    n=maybe(st.integers(0, 70)),
+    min_tokens=st.one_of(st.just(0), u32),
+    include_stop=st.booleans(),
+    logprobs=st.booleans(),
+    top_logprobs=st.integers(0, 22),
+    prompt_logprobs=maybe(st.integers(0, 22)),
+    bad_words=st.lists(texts, max_size=5),
+    response_format=st.one_of(
+        st.just(pb.ResponseFormat()),
+        st.builds(pb.ResponseFormat, json_schema=texts),
+        st.builds(pb.ResponseFormat, regex=texts),
+        st.builds(pb.ResponseFormat, grammar=texts),
     ),
     max_tokens=maybe(st.one_of(st.integers(0, 70), u32)),
     stop=st.lists(texts, max_size=20),
@@ -261,6 +380,10 @@ def fits(accepted: Request) -> bool:
         and 0 <= sampling.min_p <= 1
         and all(accepted.stop)
         and all(token < 300 for token in accepted.stop_token_ids)
+        and all(token < 300 and abs(bias) <= 100 for token, bias in accepted.constraints.logit_bias)
+        and all(word and max(word) < 300 for word in accepted.constraints.bad_words)
+        and accepted.constraints.min_tokens <= accepted.max_tokens
+        and accepted.constraints.repetition_penalty > 0
         and accepted.speculation.schedule in SCHEDULE_NAMES
         and 1 <= accepted.speculation.k <= MAX_K
         and 1 <= accepted.speculation.fanout <= MAX_FANOUT

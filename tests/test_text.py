@@ -115,9 +115,11 @@ def blocks(ids: Sequence[int], cuts: Sequence[int]) -> Iterator[tuple[int, ...]]
     yield tuple(ids[start:])
 
 
-def collect(codec: TextCodec, pieces: Iterator[tuple[int, ...]], stop: Sequence[str] = ()) -> tuple[str, int | None]:
+def collect(
+    codec: TextCodec, pieces: Iterator[tuple[int, ...]], stop: Sequence[str] = (), **options: Any
+) -> tuple[str, int | None]:
     """All text of a stream, and how many ids it took to a complete stop string."""
-    stream, text, taken = codec.stream(stop), "", 0
+    stream, text, taken = codec.stream(stop, **options), "", 0
     for piece in pieces:
         more, used = stream.push(piece)
         text += more
@@ -129,13 +131,18 @@ def collect(codec: TextCodec, pieces: Iterator[tuple[int, ...]], stop: Sequence[
     return text + stream.flush(), None
 
 
-def naive(tokenizer: Any, ids: Sequence[int], stop: Sequence[str]) -> tuple[str, int | None]:
+def naive(
+    tokenizer: Any, ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0, include: bool = False
+) -> tuple[str, int | None]:
     """What `collect` must give, by decoding everything again after every id."""
-    for used in range(1, len(ids) + 1):
+    early = len(one_shot(tokenizer, ids[:min_tokens]).rstrip("\ufffd"))
+    for used in range(1 + min_tokens, len(ids) + 1):
         text = one_shot(tokenizer, ids[:used])
-        starts = [start for s in stop if (start := text.rstrip("\ufffd").find(s)) >= 0]
-        if starts:
-            return text[: min(starts)], used
+        complete = text.rstrip("\ufffd")
+        places = [(start, s) for s in stop for start in range(len(complete)) if complete.startswith(s, start)]
+        found = min(((start, s) for start, s in places if start + len(s) > early), default=None)
+        if found:
+            return text[: found[0] + len(found[1]) * include], used
     return one_shot(tokenizer, ids), None
 
 
@@ -163,7 +170,9 @@ def test_a_stop_string_ends_the_text_wherever_it_lies(kind: str, data: st.DataOb
     inside = text[start : start + data.draw(st.integers(1, 6))]
     stop = data.draw(st.lists(st.sampled_from([inside, "st", "stop", "op.", " ", "aa", "é", "\U0001f642"]), min_size=1))
     stop = [s.replace("\ufffd", "") or "a" for s in stop]
-    assert collect(codec, blocks(ids, data.draw(CUTS)), stop) == naive(tokenizer, ids, stop)
+    min_tokens, include = data.draw(st.sampled_from([0, 0, 1, 2, 5])), data.draw(st.booleans())
+    found = collect(codec, blocks(ids, data.draw(CUTS)), stop, min_tokens=min_tokens, include=include)
+    assert found == naive(tokenizer, ids, stop, min_tokens, include)
 
 
 @settings(max_examples=100, deadline=None)
