@@ -69,6 +69,7 @@ class Session:
     plan: how it is speculated now.  ready_at: since when it could be verified, None where that has not been asked.
     guessed: the last pass's outcome had been guessed to its last token.  hit: and there was a draft below it already.
     verdict_at: when the last pass ended, 0 before the first one.  served: the number of that pass.
+    follows: another session reads the same prompt for it.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Session:
         self.feeders: dict[str, Feeder] = {}
         self.hit = self.guessed = False
         self.served = 0
+        self.follows = False
         self.ready_at: float | None = None
         self.verdict_at = 0.0
         self._limits, self._text = limits, text

@@ -269,7 +269,30 @@ class Verifier:
         cached = self._engine.length(session.sequence)
         self.counters["cached_tokens"] += cached
         self.counters["prefix_hits"] += cached > 0
+        session.follows = self._leader(session) is not None
         self._attach(session)
+
+    def _leader(self, session: Session) -> Session | None:
+        """Who reads the prompt of this session already, and will leave its blocks to be found."""
+        request = session.request
+        for other in self.sessions.values():
+            if other is session:
+                break
+            same = other.request.prompt == request.prompt and other.request.tenant == request.tenant
+            if same and not other.follows and not other.unread and self._uncached(other) > 1:
+                return other
+        return None
+
+    def _waits_for_leader(self, session: Session) -> bool:
+        """Whether a session lets another one read its prompt; once that has been done it begins with what was read."""
+        if not session.follows:
+            return False
+        if self._leader(session) is not None:
+            return True
+        session.follows = False
+        self._engine.close(session.sequence)
+        session.sequence = self._engine.open(session.tokens, _salt(session.request, session.unread))
+        return False
 
     def _session(self, request: Request, slot: int) -> Session:
         return Session(request, slot, self._limits, self._text(request), self._compile)
@@ -408,7 +431,8 @@ class Verifier:
         prompts: list[Session] = []
         decoding: list[Session] = []
         for session in self.sessions.values():
-            (decoding if self._uncached(session) == 1 else prompts).append(session)
+            if not self._waits_for_leader(session):
+                (decoding if self._uncached(session) == 1 else prompts).append(session)
         work = {s.slot: _Work(s, tuple(s.tokens[-self._uncached(s) :]), Subtree()) for s in prompts}
         waits: list[float] = []
         seats = self._budget.decoders(bool(prompts))

@@ -370,3 +370,39 @@ def test_a_broken_cache_fails_one_request_and_not_the_next(attentive: Path) -> N
     assert (second.finish.reason, second.finish.code) == ("error", "bad_logits")
     assert third.tokens == expected
     cell.settle()
+
+
+def test_choices_read_their_prompt_once(attentive: Path) -> None:
+    prompt = tuple(3 + i % 50 for i in range(81))
+    requests = [Request(f"r#{i}", prompt, Sampling(0.9, seed=i), 6, ignore_eos=True) for i in range(8)]
+    expected = alone(attentive, requests)
+    cell = Watched(attentive, NgramDrafter(), 2048, max_sessions=8, prefill_chunk=16)
+    answers = cell.run(requests)
+    assert tokens(answers) == expected
+    read = {request.id: sum(members.get(request.id, 0) for members in cell.passes) for request in requests}
+    assert read.pop("r#0") >= len(prompt)
+    assert max(read.values()) < len(prompt) / 2
+    cell.settle()
+
+
+@pytest.mark.parametrize("leave", ["cancel", "pause"])
+def test_who_lets_another_one_read_goes_on_without_it(leave: str, attentive: Path) -> None:
+    prompt = tuple(3 + i % 50 for i in range(60))
+    requests = [Request(f"r{i}", prompt, GREEDY, 5, ignore_eos=True) for i in range(3)]
+    expected = alone(attentive, requests)
+    cell = Watched(attentive, NgramDrafter(), 2048, pass_tokens=8)
+    submits = [cell.submit(request) for request in requests]
+    for _ in range(3):
+        cell.turn_verifier()
+    assert [session.follows for session in cell.verifier.sessions.values()] == [False, True, True]
+    if leave == "cancel":
+        cell.verifier.inbox.put(Cancel(submits[0]))
+    else:
+        cell.verifier._pause(cell.verifier.sessions["r0"])
+    for _ in range(400):
+        if not all(cell.finish(request.id) for request in requests):
+            cell.step()
+    answers = [cell.answer(request.id).tokens for request in requests]
+    assert answers[1:] == expected[1:]
+    assert answers[0] == (() if leave == "cancel" else expected[0])
+    cell.settle()

@@ -182,7 +182,7 @@ def test_choices_are_what_each_of_them_is_alone() -> None:
     proto, paused = pb.GenerateRequest(n=6), 0
     for schedule in SCHEDULES[1:]:
         wanted = choices(proto, request("r", schedule))
-        engine = engine_of(target(), 160, 4)
+        engine = engine_of(target(), 100, 4)
         settings = VerifierSettings(max_sessions=6, pass_tokens=20, prefill_chunk=6, max_patience=0.0)
         cell = LocalCell(target(), model_drafter(), settings=settings, speed=4.0, engine=engine)
         answers = cell.run(wanted)
