@@ -186,8 +186,8 @@ class VerifierActor:
             limits,
             partial(stream_of, codec),
             spec.settings,
-            compile=grammars.matcher if grammars else None,
             tracer=self._tracer,
+            compile=grammars.matcher if grammars else None,
         )
         for one in spec.links:
             link = TorchLink(one.name, "verifier", self._store, device, verifier.inbox.put, one.settings)

@@ -129,9 +129,9 @@ class Verifier:
         limits: Limits,
         text: Callable[[Request], TextStream],
         settings: VerifierSettings | None = None,
-        compile: Compile | None = None,
         clock: Callable[[], float] = time.monotonic,
         tracer: Tracer | None = None,
+        compile: Compile | None = None,
     ) -> None:
         self.inbox: Inbox[Submit | Cancel | LinkEvent] = Inbox()
         self.sessions: dict[str, Session] = {}
@@ -592,12 +592,12 @@ class Verifier:
         self.controller.note_verdict(session.slot, seen, len(delta.token_ids), elapsed)
         self._replan(session, session.feeders)
         session.verdict_at = now
-        self._submits[session.request.id].emit(delta)
-        if outcome.fault is not None:
-            raise outcome.fault
         for feeder, verdict in session.verdicts(delta.token_ids):
             self._send(feeder.name, verdict)
             self._trace_verdict(feeder, verdict)
+        self._submits[session.request.id].emit(delta)
+        if outcome.fault is not None:
+            raise outcome.fault
 
     def _trace_verdict(self, feeder: Feeder, verdict: Verdict) -> None:
         which = {"session": verdict.session, "epoch": verdict.epoch, "base_len": verdict.base_len}

@@ -56,7 +56,7 @@ class LocalCell:
         grammars = codec.grammars(self.engine.vocab_size)
         compile = grammars.matcher if grammars else None
         text = partial(stream_of, codec)
-        self.verifier = Verifier(self.engine, limits, text, settings, compile, lambda: self.now)
+        self.verifier = Verifier(self.engine, limits, text, settings, lambda: self.now, compile=compile)
         self.drafters: dict[str, DrafterLoop] = {}
         self.ends: dict[str, tuple[MemoryLink, MemoryLink]] = {}
         self.drafter = self.add_drafter("drafter-0", drafter, fault=fault)
