@@ -9,7 +9,7 @@ from paceline.actors.values import Speculation
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 NGRAM, INT8, NONE = "ngram", "int8", "none"
-ORACLE = "oracle:"
+ORACLE, FOREIGN = "oracle:", "foreign:"
 MAX_DRAFTERS = 16
 
 _DEFAULT = Speculation()
@@ -20,7 +20,7 @@ class CellConfig(BaseModel):
 
     target: a Hugging Face directory, a .gguf file, a hub id or an alias.
     drafters: each the same, or "ngram" (prompt lookup), or "int8" (the target's own weights in int8), or "oracle:..."
-    (synthetic, for measurements); ("none",) is no drafter.
+    (synthetic, for measurements), or "foreign:" and a model with another tokenizer; ("none",) is no drafter.
     drafters_per_session: how many drafters grow one request's draft together; prompt lookup comes on top.
     drafter_vocab: the token ids that the heads of model drafters keep, a file of them or how many; see vocab.head_ids.
     schedule, k, fanout, width, budget: what a request gets that does not choose for itself.
@@ -83,9 +83,16 @@ class CellConfig(BaseModel):
                 from paceline.actors.oracle import parse_oracle
 
                 parse_oracle(name)
+            if name.startswith(FOREIGN):
+                _check_foreign(name.removeprefix(FOREIGN))
         return names
 
     @property
     def speculation(self) -> Speculation:
         """What a request gets that does not choose for itself; without a drafter there is nothing to wait for."""
         return Speculation(self.schedule if self.drafters else "plain", self.k, self.fanout, self.width, self.budget)
+
+
+def _check_foreign(model: str) -> None:
+    if model in ("", NGRAM, INT8, NONE) or model.startswith((ORACLE, FOREIGN)):
+        raise ValueError(f'"{FOREIGN}" stands before a model that has another tokenizer than the target, got {model!r}')

@@ -44,6 +44,7 @@ _LOCK_WAIT = 1800.0  # seconds for another process to finish the same model
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 _UNWANTED_FILES = ["*/*", "consolidated*"]
+_PAIR_CURE = 'use a drafter of the target\'s family, or write "foreign:" before this one, or take --drafter ngram'
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
 
@@ -171,7 +172,7 @@ def check_pair(target: Path, drafter: Path) -> None:
 
     Raises ModelError with the first id that differs.
     """
-    from paceline.actors.text import has_tokenizer
+    from paceline.actors.text import has_tokenizer, vocab_size
 
     target_size, drafter_size = vocab_size(target), vocab_size(drafter)
     match has_tokenizer(target), has_tokenizer(drafter):
@@ -193,12 +194,15 @@ def check_pair(target: Path, drafter: Path) -> None:
             )
 
 
-def vocab_size(directory: Path) -> int:
-    """How many token ids a checkpoint can be fed: the rows of its input table."""
-    from transformers import AutoConfig
+def check_foreign(target: Path, drafter: Path) -> None:
+    """Check that a drafter can be translated for, whose tokenizer is not the target's.  Raises ModelError."""
+    from paceline.actors.text import has_tokenizer
 
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    return int(config.get_text_config(decoder=True).vocab_size)
+    for role, directory in (("target", target), ("drafter", drafter)):
+        if not has_tokenizer(directory):
+            raise ModelError(
+                f"the {role} {directory} has no tokenizer, and a foreign drafter is told texts; add its tokenizer.json"
+            )
 
 
 def _unknown(source: str) -> str:
@@ -428,13 +432,13 @@ def _check_tokens(target: dict[int, str], drafter: dict[int, str], drafter_size:
         if target[id] != drafter[id]:
             raise ModelError(
                 f"the drafter's tokenizer is not the target's: id {id} is {target[id]!r} to the target and "
-                f"{drafter[id]!r} to the drafter; use a drafter of the target's family, or --drafter ngram"
+                f"{drafter[id]!r} to the drafter; {_PAIR_CURE}"
             )
     largest = max(target, default=-1)
     if largest >= drafter_size:
         raise ModelError(
             f"the drafter's vocabulary of {drafter_size} ends before the target's token {largest}, "
-            f"{target[largest]!r}, which it could not be fed; use a drafter of the target's family, or --drafter ngram"
+            f"{target[largest]!r}, which it could not be fed; {_PAIR_CURE}"
         )
 
 
