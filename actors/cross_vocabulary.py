@@ -29,10 +29,9 @@ class Vocabulary:
 
         self._tokenizer: Any = load_tokenizer(directory)
         self.size, self.end = vocab_size(directory), self._tokenizer.eos_token_id
-        known = max(self.size, 1 + max(self._tokenizer.get_vocab().values()))
         try:
             # It wants some id that ends a text, which does not matter here.
-            self._bytes = from_tokenizer(self._tokenizer, n_vocab=known, eos_token=[known - 1])
+            self._bytes = from_tokenizer(self._tokenizer, eos_token=max(self._tokenizer.get_vocab().values()))
         except Exception as error:
             raise ValueError(f"the tokenizer in {directory} cannot be translated: {error}") from error
         spoken = sorted(Decoder(self._tokenizer).spoken(range(self.size)))

@@ -312,8 +312,6 @@ def _resolve_drafter(name: str, config: CellConfig, target: ModelFiles, progress
     if name.startswith(ORACLE):
         return _Wanted(name, parse_oracle(name))
     foreign = name.startswith(FOREIGN)
-    if foreign and config.drafter_vocab is not None:
-        raise CellError(f"drafter_vocab: {name} guesses what both vocabularies have; leave one of the two out")
     files = target
     if name != INT8:
         files = resolve(name.removeprefix(FOREIGN), progress=progress)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from paceline.actors.schedules import AUTO, MAX_BUDGET, MAX_FANOUT, MAX_K, MAX_WIDTH, SCHEDULES
 from paceline.actors.values import Speculation
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 NGRAM, INT8, NONE = "ngram", "int8", "none"
 ORACLE, FOREIGN = "oracle:", "foreign:"
@@ -67,6 +67,14 @@ class CellConfig(BaseModel):
     @classmethod
     def _a_number_where_it_looks_like_one(cls, wanted: object) -> object:
         return int(wanted) if isinstance(wanted, str) and wanted.isdecimal() else wanted
+
+    @field_validator("drafter_vocab")
+    @classmethod
+    def _not_of_a_foreign_drafter(cls, wanted: int | str | None, info: ValidationInfo) -> int | str | None:
+        foreign = [name for name in info.data.get("drafters", ()) if name.startswith(FOREIGN)]
+        if foreign and wanted is not None:
+            raise ValueError(f"{foreign[0]} guesses what both vocabularies have, so its head is not to be chosen")
+        return wanted
 
     @field_validator("drafters")
     @classmethod
