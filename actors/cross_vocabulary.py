@@ -1,8 +1,8 @@
 """Drafting by a model whose tokenizer is not the target's: what the tokens of one are to the other.
 
 It guesses tokens that both vocabularies have, and whatever the target says is spelled out to it.  After Timor et al.,
-"Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies" (2025),
-section 4, token-level intersection.
+"Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies" (2025): their
+token-level intersection.
 """
 
 from __future__ import annotations
