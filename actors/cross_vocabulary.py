@@ -14,7 +14,7 @@ from typing import Any
 from paceline.actors.text import Decoder, load_tokenizer, vocab_size
 
 LEAST_SHARED = 0.01
-"""The least share of the target's tokens that a drafter must have too."""
+"""A drafter must have more than this share of the target's tokens."""
 
 
 class Vocabulary:
@@ -64,7 +64,7 @@ class Translation:
     def __init__(self, target: Vocabulary, drafter: Vocabulary) -> None:
         ids, texts = drafter.ids(), target.ids()
         pairs = {id: ids[text] for text, id in texts.items() if text in ids}
-        if len(pairs) < LEAST_SHARED * len(texts):
+        if len(pairs) <= LEAST_SHARED * len(texts):
             raise ValueError(
                 f"the drafter has {len(pairs)} of the target's {len(texts)} tokens, which are too few to draft with; "
                 "use another drafter"
