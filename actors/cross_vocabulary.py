@@ -20,7 +20,8 @@ LEAST_SHARED = 0.01
 class Vocabulary:
     """The tokens of a checkpoint that stand for text, whatever way its tokenizer writes them down.
 
-    texts: by id, the bytes; of no token for the byte 255, which is in no text.  size: how many ids the model can be fed.  end: the id that ends a text, if there is one.
+    texts: by id, the bytes; without a token for the byte 255, which is in no text.  size: how many ids the model can be
+    fed.  end: the id that ends a text, if there is one.
     Raises ValueError for a tokenizer of a kind that is not known.
     """
 
