@@ -6,11 +6,12 @@ A guess can be anything: the verifier's rule decides what it is worth.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from paceline.actors.constraints import Compile, Shaper
+from paceline.actors.cross_vocabulary import Translation
 from paceline.actors.engine import Engine, Feed
 from paceline.actors.grammar import GrammarError
 from paceline.actors.ranking import Candidate, Ranker, Rows
@@ -26,9 +27,11 @@ CANDIDATES = MAX_CHILDREN
 RUN_AHEAD = MAX_NODES
 """How many nodes of one session may be evaluated at once: a whole tree."""
 
+_Translate = Callable[[Sequence[int]], Sequence[int]]
+
 
 class DrafterFull(RuntimeError):
-    """No room for another session; it goes undrafted."""
+    """No room for another session, or nothing to be done for it; it goes undrafted."""
 
 
 class Guess(NamedTuple):
@@ -152,7 +155,8 @@ class NgramDrafter:
 class _Branch:
     """One session of a model drafter.
 
-    tokens: the committed ones; the engine has cached some of them, the rest is fed before anything else.
+    tokens: the committed ones as the model is fed them; the engine has cached some of them, the rest is fed before
+    anything else.  length: how many they are to the target.
     edit: what the request's constraints do to the logits below them.
     slots: the engine's pending slot of every evaluated node.  candidates: what it guesses after these and after ROOT.
     """
@@ -160,13 +164,14 @@ class _Branch:
     sequence: int
     sampling: Sampling
     tokens: list[int]
+    length: int
     edit: Shaper | None = None
     slots: dict[int, int] = field(default_factory=dict)
     candidates: dict[int, tuple[Candidate, ...]] = field(default_factory=dict)
 
 
 class ModelDrafter:
-    """A causal language model, which may be much smaller than the target but has the same tokenizer.
+    """A causal language model, which may be much smaller than the target but has the same tokenizer, or a translation.
 
     Evaluated nodes stay in its cache across re-roots and are never computed twice.  It ranks its guesses with the
     noise that the target's token will be drawn with, so that both fall on the same token more often.
@@ -175,6 +180,8 @@ class ModelDrafter:
     head: the token ids that the engine's logits are of, if its head was trimmed to them (see vocabulary.trim_head);
     no other token is guessed.  Raises ValueError if these cannot be ids of its vocabulary.
     compile: makes what follows a grammar; without it, sessions that have one go undrafted.
+    translation: between the target's tokens and the engine's, whose head was trimmed to translation.drafter_ids; `head`
+    is left out then.  Asks, guesses, constraints and positions are the target's all the same.
     """
 
     def __init__(
@@ -183,30 +190,49 @@ class ModelDrafter:
         prefill_chunk: int = 256,
         head: Sequence[int] | None = None,
         compile: Compile | None = None,
+        translation: Translation | None = None,
     ) -> None:
+        self._vocab_size = engine.vocab_size
+        if translation is not None:
+            self._vocab_size, head = translation.vocab_size, translation.target_ids
         if head is not None:
-            check_head(head, engine.vocab_size)
+            check_head(head, self._vocab_size)
         self.version = 0
-        self._engine, self._chunk, self._compile = engine, prefill_chunk, compile
-        self._ranker = Ranker(CANDIDATES, engine.vocab_size, head)
+        self._engine, self._chunk, self._compile, self._translation = engine, prefill_chunk, compile, translation
+        self._ranker = Ranker(CANDIDATES, self._vocab_size, head)
         self._branches: dict[int, _Branch] = {}
 
     def open(self, start: Start) -> int:
         """See Drafter.open."""
-        needs = [self._need(start.tokens), *(self._need(branch.tokens) for branch in self._branches.values())]
+        tokens = self._begin(start)
+        needs = [self._need(tokens), *(self._need(branch.tokens) for branch in self._branches.values())]
         if not self._engine.fits(needs):
             raise DrafterFull(f"no room for {needs[0]} more cached positions beside {len(self._branches)} sessions")
         edit = self._shaper(start)
         sequence = self._engine.open()
-        self._branches[sequence] = _Branch(sequence, start.sampling, list(start.tokens), edit)
+        self._branches[sequence] = _Branch(sequence, start.sampling, tokens, len(start.tokens), edit)
         return sequence
+
+    def _begin(self, start: Start) -> list[int]:
+        """What the model is fed of a session's committed tokens."""
+        if self._translation is None:
+            return list(start.tokens)
+        prompt = self._translation.prompt(start.tokens[: start.prompt_len])
+        tokens = prompt + self._translation.feed(start.tokens[start.prompt_len :])
+        if not tokens:
+            raise DrafterFull("there is no text yet, and the drafter has no special token to begin with")
+        return tokens
+
+    def _feed(self, tokens: Sequence[int]) -> Sequence[int]:
+        """What the model is fed of more tokens; one for each that it can guess."""
+        return tokens if self._translation is None else self._translation.feed(tokens)
 
     def _shaper(self, start: Start) -> Shaper | None:
         if not start.constraints.active:
             return None
         prompt, output = start.tokens[: start.prompt_len], start.tokens[start.prompt_len :]
         try:
-            return Shaper(start.constraints, prompt, output, self._engine.vocab_size, self._compile)
+            return Shaper(start.constraints, prompt, output, self._vocab_size, self._compile)
         except GrammarError as error:
             raise DrafterFull(f"it cannot follow the grammar: {error}") from error
 
@@ -222,7 +248,8 @@ class ModelDrafter:
     def reroot(self, session: int, tree: DraftTree, tokens: Sequence[int]) -> None:
         """See Drafter.reroot."""
         branch = self._branches[session]
-        branch.tokens += tokens
+        branch.tokens += self._feed(tokens)
+        branch.length += len(tokens)
         if branch.edit is not None:
             branch.edit.advance(tokens)
         path = tree.follow(tokens)
@@ -233,7 +260,8 @@ class ModelDrafter:
         # The last committed token has not been evaluated, so no guess below it has been either.
         if evaluated:
             self._engine.commit(session, [branch.slots[id] for id in evaluated])
-        self._engine.truncate(session, self._engine.length(session))
+        # A token that the model has nothing for leaves it with what it had: then its last one is fed again.
+        self._engine.truncate(session, min(self._engine.length(session), len(branch.tokens) - 1))
         branch.slots, branch.candidates = {}, {}
 
     def _keep_below(self, branch: _Branch, path: Sequence[int]) -> None:
@@ -255,7 +283,7 @@ class ModelDrafter:
         for number, ask in enumerate(asks):
             branch = self._branches[ask.session]
             if ask.parent not in branch.candidates:
-                plan = plans.get(ask.session) or _Plan(branch, self._engine, room)
+                plan = plans.get(ask.session) or _Plan(branch, self._engine, self._feed, room)
                 if plan.want(ask):
                     plans[ask.session] = plan
                 else:
@@ -305,17 +333,18 @@ class _Room:
 class _Plan:
     """What one session feeds in one step: a chunk of its uncached committed tokens, or else the nodes asked for.
 
+    translate: see ModelDrafter._feed.
     uncached: the committed tokens that the engine lacks.  tokens: what is fed.  positions: what the rows that come back
     decide, each the index of a token in the whole sequence.  starved: there is no room to feed anything.
     """
 
-    def __init__(self, branch: _Branch, engine: Engine, room: _Room) -> None:
+    def __init__(self, branch: _Branch, engine: Engine, translate: _Translate, room: _Room) -> None:
         self.branch = branch
         self.uncached = branch.tokens[engine.length(branch.sequence) :]
         self.tokens: list[int] = []
         self.positions: list[int] = []
         self.starved = False
-        self._engine, self._room = engine, room
+        self._engine, self._translate, self._room = engine, translate, room
         self._spare = engine.spare(branch.sequence)
         self._first_slot = engine.pending(branch.sequence)
         self._nodes: dict[int, int] = {}  # id -> slot
@@ -344,9 +373,9 @@ class _Plan:
             known = self.branch.slots.get(id, self._nodes.get(id))
             if known is None:
                 known = self._nodes[id] = self._first_slot + len(self.tokens)
-                self.tokens.append(tree.nodes[id].token)
+                self.tokens += self._translate((tree.nodes[id].token,))
                 self._parents.append(above)
-                self.positions.append(len(self.branch.tokens) + depth)
+                self.positions.append(self.branch.length + depth)
                 self._paths.append(tuple(tree.nodes[id].token for id in path[:depth]))
             above = known
 
@@ -359,7 +388,7 @@ class _Plan:
         self.tokens += tail
         self._parents += range(-1, len(tail) - 1)
         if tail and len(tail) == len(self.uncached):
-            self.positions.append(len(self.branch.tokens))
+            self.positions.append(self.branch.length)
             self._paths.append(())
         return len(tail)
 

@@ -10,11 +10,12 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import ray
+from paceline.actors.cross_vocabulary import Translation
 from paceline.actors.device import Device, torch_dtype
 from paceline.actors.drafter import DrafterLoop
 from paceline.actors.drafters import Drafter, ModelDrafter, NgramDrafter
@@ -43,6 +44,7 @@ class ModelSpec:
     kv_tokens: cached positions over all sessions.  head: the token ids that logits are wanted of, None for all.
     int8: hold the weights of linear layers in int8; CPU only.  graphs: record passes of a fixed shape; GPU only.
     tokenizer: of a drafter, the directory of the target, whose tokens grammars speak of.
+    foreign: it is a drafter with a tokenizer of its own; the head follows from that.
     """
 
     directory: str
@@ -52,6 +54,7 @@ class ModelSpec:
     int8: bool = False
     graphs: bool = True
     tokenizer: str = ""
+    foreign: bool = False
 
     def load(self, device: Device) -> Engine:
         """The engine of it, on this process's device."""
@@ -120,9 +123,16 @@ class DrafterSpec:
             case OracleSpec():
                 return OracleDrafter(self.source)
             case ModelSpec():
-                engine = self.source.load(device)
-                grammars = TextCodec.load(self.source.tokenizer).grammars(engine.vocab_size)
-                return ModelDrafter(engine, head=self.source.head, compile=grammars.matcher if grammars else None)
+                return _model_drafter(self.source, device)
+
+
+def _model_drafter(spec: ModelSpec, device: Device) -> ModelDrafter:
+    translation = Translation.load(spec.tokenizer, spec.directory) if spec.foreign else None
+    head = spec.head if translation is None else translation.drafter_ids
+    engine = replace(spec, head=head).load(device)
+    vocab_size = engine.vocab_size if translation is None else translation.vocab_size
+    grammars = TextCodec.load(spec.tokenizer).grammars(vocab_size)
+    return ModelDrafter(engine, head=spec.head, compile=grammars.matcher if grammars else None, translation=translation)
 
 
 class _Worker:

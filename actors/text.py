@@ -36,6 +36,14 @@ def has_tokenizer(directory: str | os.PathLike[str]) -> bool:
     return any((Path(directory) / name).is_file() for name in _TOKENIZER_FILES)
 
 
+def vocab_size(directory: str | os.PathLike[str]) -> int:
+    """How many token ids a checkpoint can be fed: the rows of its input table."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    return int(config.get_text_config(decoder=True).vocab_size)
+
+
 def load_tokenizer(directory: str | os.PathLike[str]) -> Any:
     """The transformers tokenizer of a checkpoint directory; nothing is fetched, and none of its code is run."""
     # Imported here, since it takes seconds, and a model without a tokenizer does not need it.

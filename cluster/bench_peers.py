@@ -18,7 +18,7 @@ from paceline.cluster.bench_peer import LLAMA_CPP, TRANSFORMERS, Broken, PeerSpe
 from paceline.cluster.bench_report import Report, drafter_label
 from paceline.cluster.bench_run import Ask, PeerFailed
 from paceline.cluster.bench_stats import Answer, Case, Group
-from paceline.cluster.config import INT8, NGRAM, ORACLE, CellConfig
+from paceline.cluster.config import FOREIGN, INT8, NGRAM, ORACLE, CellConfig
 from paceline.cluster.models import ModelError, Progress, original_gguf, resolve
 
 _LOAD_AT_MOST, _ANSWER_AT_MOST, _END_AT_MOST = 300.0, 600.0, 5.0  # seconds
@@ -150,7 +150,7 @@ def wanted(
 
 def _assistant(drafters: Sequence[str], progress: Progress) -> Path | None:
     """The first drafter that is a model on disk, which transformers can draft with too."""
-    models = [name for name in drafters if name not in (NGRAM, INT8) and not name.startswith(ORACLE)]
+    models = [name for name in drafters if name not in (NGRAM, INT8) and not name.startswith((ORACLE, FOREIGN))]
     return resolve(models[0], progress=progress).directory if models else None
 
 

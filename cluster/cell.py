@@ -38,8 +38,8 @@ from paceline.actors.values import Delta, Request
 from paceline.actors.verifier import VerifierSettings
 from paceline.cluster import processes
 from paceline.cluster.backend import BackendError, CellError, ModelInfo
-from paceline.cluster.config import INT8, NGRAM, ORACLE, CellConfig
-from paceline.cluster.models import ModelError, ModelFiles, Progress, check_pair, resolve
+from paceline.cluster.config import FOREIGN, INT8, NGRAM, ORACLE, CellConfig
+from paceline.cluster.models import ModelError, ModelFiles, Progress, check_foreign, check_pair, resolve
 from paceline.cluster.vocab import head_ids
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -311,15 +311,16 @@ def _resolve_drafter(name: str, config: CellConfig, target: ModelFiles, progress
         return _Wanted(name, None)
     if name.startswith(ORACLE):
         return _Wanted(name, parse_oracle(name))
+    foreign = name.startswith(FOREIGN)
     files = target
     if name != INT8:
-        files = resolve(name, progress=progress)
-        check_pair(target.directory, files.directory)
+        files = resolve(name.removeprefix(FOREIGN), progress=progress)
+        (check_foreign if foreign else check_pair)(target.directory, files.directory)
     head = None if config.drafter_vocab is None else head_ids(config.drafter_vocab, files)
     # Room for what it runs ahead, so that whatever the verifier admits can be drafted.
     kv_tokens = config.kv_tokens + config.max_sessions * RUN_AHEAD
     return _Wanted(
-        INT8 if name == INT8 else files.name,
+        INT8 if name == INT8 else FOREIGN * foreign + files.name,
         ModelSpec(
             str(files.directory),
             config.dtype,
@@ -328,6 +329,7 @@ def _resolve_drafter(name: str, config: CellConfig, target: ModelFiles, progress
             int8=name == INT8,
             graphs=config.cuda_graphs,
             tokenizer=str(target.directory),
+            foreign=foreign,
         ),
     )
 

@@ -72,8 +72,9 @@ Drafters = Annotated[
     typer.Option(
         "--drafter",
         metavar="MODEL",
-        help='A drafter: a model, or "ngram" (prompt lookup), or "int8" (the target in int8); may be given several '
-        'times. "none": no drafter. [default: ngram]',
+        help='A drafter: a model, or "ngram" (prompt lookup), or "int8" (the target in int8), or "foreign:MODEL" (one '
+        'with another tokenizer, whose vocabulary is not to be chosen); may be given several times. "none": no drafter. '
+        "[default: ngram]",
     ),
 ]
 DraftersPerSession = Annotated[

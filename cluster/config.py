@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from paceline.actors.schedules import AUTO, MAX_BUDGET, MAX_FANOUT, MAX_K, MAX_WIDTH, SCHEDULES
 from paceline.actors.values import Speculation
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 NGRAM, INT8, NONE = "ngram", "int8", "none"
-ORACLE = "oracle:"
+ORACLE, FOREIGN = "oracle:", "foreign:"
 MAX_DRAFTERS = 16
 
 _DEFAULT = Speculation()
@@ -20,7 +20,7 @@ class CellConfig(BaseModel):
 
     target: a Hugging Face directory, a .gguf file, a hub id or an alias.
     drafters: each the same, or "ngram" (prompt lookup), or "int8" (the target's own weights in int8), or "oracle:..."
-    (synthetic, for measurements); ("none",) is no drafter.
+    (synthetic, for measurements), or "foreign:" and a model with another tokenizer; ("none",) is no drafter.
     drafters_per_session: how many drafters grow one request's draft together; prompt lookup comes on top.
     drafter_vocab: the token ids that the heads of model drafters keep, a file of them or how many; see vocab.head_ids.
     schedule, k, fanout, width, budget: what a request gets that does not choose for itself.
@@ -68,6 +68,14 @@ class CellConfig(BaseModel):
     def _a_number_where_it_looks_like_one(cls, wanted: object) -> object:
         return int(wanted) if isinstance(wanted, str) and wanted.isdecimal() else wanted
 
+    @field_validator("drafter_vocab")
+    @classmethod
+    def _not_of_a_foreign_drafter(cls, wanted: int | str | None, info: ValidationInfo) -> int | str | None:
+        foreign = [name for name in info.data.get("drafters", ()) if name.startswith(FOREIGN)]
+        if foreign and wanted is not None:
+            raise ValueError(f"{foreign[0]} guesses what both vocabularies have, so its head is not to be chosen")
+        return wanted
+
     @field_validator("drafters")
     @classmethod
     def _known_drafters(cls, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -83,9 +91,16 @@ class CellConfig(BaseModel):
                 from paceline.actors.oracle import parse_oracle
 
                 parse_oracle(name)
+            if name.startswith(FOREIGN):
+                _check_foreign(name.removeprefix(FOREIGN))
         return names
 
     @property
     def speculation(self) -> Speculation:
         """What a request gets that does not choose for itself; without a drafter there is nothing to wait for."""
         return Speculation(self.schedule if self.drafters else "plain", self.k, self.fanout, self.width, self.budget)
+
+
+def _check_foreign(model: str) -> None:
+    if model in ("", NGRAM, INT8, NONE) or model.startswith((ORACLE, FOREIGN)):
+        raise ValueError(f'"{FOREIGN}" stands before a model that has another tokenizer than the target, got {model!r}')

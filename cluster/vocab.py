@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.models import ModelError, ModelFiles, Progress, vocab_size
+from paceline.cluster.models import ModelError, ModelFiles, Progress
 
 RANKING = "draft_vocab.json"
 """The name of a ranking that lies beside a drafter's checkpoint."""
@@ -46,6 +46,7 @@ def head_ids(wanted: int | str, drafter: ModelFiles) -> tuple[int, ...]:
     them, and it merges the most frequent pair first.
     Raises ModelError.
     """
+    from paceline.actors.text import vocab_size
     from paceline.actors.vocabulary import check_head
 
     size = vocab_size(drafter.directory)
@@ -75,7 +76,7 @@ def read_ranking(path: Path) -> list[int]:
 
 def special_ids(directory: Path) -> list[int]:
     """The special and end-of-sequence ids of a checkpoint that it has rows for, in rising order."""
-    from paceline.actors.text import TextCodec, has_tokenizer, load_tokenizer
+    from paceline.actors.text import TextCodec, has_tokenizer, load_tokenizer, vocab_size
 
     ids, size = set(TextCodec.load(directory).eos_ids), vocab_size(directory)
     if has_tokenizer(directory):

