@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -118,7 +118,7 @@ class Ours:
         requests = [self._request(ask) for ask in asks]
         self._cell.trace()
         started = time.perf_counter()
-        answers = self._runner.run(_streams(self._cell.backend, requests, self.case.batch))
+        answers = self._runner.run(streamed(self._cell.backend, requests, self.case.batch))
         seconds = time.perf_counter() - started
         return Group(tuple(answers), seconds, tuple(self._cell.trace()))
 
@@ -129,13 +129,25 @@ class Ours:
         return Request(name, ask.prompt, ask.sampling, ask.tokens, speculation=self.speculation)
 
 
-async def _streams(backend: Backend, requests: Sequence[Request], streams: int) -> list[Answer]:
-    """The answers to all requests, so many at a time; each that ends is followed by the next."""
+def prompt_ids(codec: Codec, text: str) -> tuple[int, ...]:
+    """What a user says, in the model's chat template if it has one."""
+    return codec.encode_chat([{"role": "user", "content": text}]) if codec.has_chat_template else codec.encode(text)
+
+
+async def streamed(
+    backend: Backend, requests: Sequence[Request], streams: int, ended: Callable[[], None] = lambda: None
+) -> list[Answer]:
+    """The answers to all requests, so many at a time; each that ends is followed by the next.
+
+    ended: is called after each of them.  Raises MeasurementFailed and BackendError.
+    """
     free = asyncio.Semaphore(streams)
 
     async def one(request: Request) -> Answer:
         async with free:
-            return await _answer(backend, request)
+            answer = await _answer(backend, request)
+            ended()
+            return answer
 
     return await asyncio.gather(*map(one, requests))
 
@@ -234,12 +246,9 @@ class _Round:
         return [asks[count * i // parts : count * (i + 1) // parts] for i in range(parts)]
 
     def _ask(self, number: int, prompt: Prompt) -> Ask:
-        codec = self._cell.codec
-        if codec.has_chat_template:
-            tokens = codec.encode_chat([{"role": "user", "content": prompt.text}])
-        else:
-            tokens = codec.encode(prompt.text)
-        return Ask(tokens, Sampling(self._plain.temperature, seed=number), self._plan.tokens)
+        return Ask(
+            prompt_ids(self._cell.codec, prompt.text), Sampling(self._plain.temperature, seed=number), self._plan.tokens
+        )
 
     def _warm_up(self, asks: Sequence[Ask]) -> None:
         short = [replace(ask, tokens=min(ask.tokens, _WARM_UP_TOKENS)) for ask in asks]

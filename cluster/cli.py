@@ -72,9 +72,9 @@ Drafters = Annotated[
     typer.Option(
         "--drafter",
         metavar="MODEL",
-        help='A drafter: a model, or "ngram" (prompt lookup), or "int8" (the target in int8), or "foreign:MODEL" (one '
-        'with another tokenizer, whose vocabulary is not to be chosen); may be given several times. "none": no drafter. '
-        "[default: ngram]",
+        help='A drafter: a model, or "ngram" (prompt lookup), or "int8" (the target in int8), or "foreign:MODEL" (with '
+        "a tokenizer of its own; --drafter-vocab is not for it); may be given several times. "
+        '"none": no drafter. [default: ngram]',
     ),
 ]
 DraftersPerSession = Annotated[
@@ -449,6 +449,55 @@ def picture(
         from paceline.cluster import commands
 
         commands.picture(trace, out, start, length)
+
+
+@app.command("verify-exact")
+def verify_exact(
+    target: Target = None,
+    drafter: Drafters = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    schedule: Schedule = None,
+    k: K = None,
+    temperature: Temperature = 0.0,
+    seed: Annotated[
+        int, typer.Option(parser=_U64, metavar="N", help="Of the first prompt; each further one has the next.")
+    ] = 0,
+    prompts: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="How many of the 84 prompts of `bench run`, from all classes in turn."),
+    ] = 80,
+    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="The most tokens per answer.")] = 64,
+    batch: Annotated[int, typer.Option(min=1, max=1024, metavar="N", help="How many requests run at once.")] = 4,
+    margin: Annotated[
+        float | None,
+        typer.Option(
+            metavar="NATS",
+            help="How far a token may be behind the preferred one. [default: 0.001 in float32, 0.5 in bfloat16; over "
+            "the temperature]",
+        ),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the results.")] = None,
+) -> None:
+    """Check that answers which were drafted for are the target's own: it reads each of them again and judges it.
+
+    The target goes over prompt and answer in one large pass, where nothing is drafted.  Each position at which it
+    prefers another token than the one that came is shown, with the margin: by how much, in nats of the scores that a
+    token is chosen by.  The exit code is 1 if a margin is above the allowed one; rounding explains smaller ones, see
+    docs/EXACTNESS.md.  Ctrl-C ends it with what is known by then.
+
+    \b
+    Examples:
+      paceline verify-exact
+      paceline verify-exact --drafter int8 --schedule saguaro --temperature 0.8 --json exact.json
+      paceline verify-exact --target ./my-model --drafter ./my-drafter --dtype float32 --prompts 12
+    """
+    with _reported():
+        from paceline.cluster import commands
+
+        config = commands.configure(target, drafter, device, dtype, schedule=schedule, k=k, max_sessions=batch)
+        plan = commands.exact_plan(config, prompts, temperature, seed, tokens, margin)
+        commands.verify_exact(config, plan, json)
 
 
 @vocab.command("rank")

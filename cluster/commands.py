@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+import math
 import os
 import shlex
 import signal
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from paceline.cluster.bench_report import Report
     from paceline.cluster.bench_run import Plan
     from paceline.cluster.cell import Cell
+    from paceline.cluster.exact_run import Plan as ExactPlan
 
 WRONG, FAILED = 2, 1
 # A wait longer than this is explained.
@@ -607,3 +609,48 @@ def _bench_results(report: Report, files: BenchFiles) -> None:
     written = [str(path) for path in (files.json, files.html, files.trace) if path is not None]
     if written:
         terminal.note(f"written: {', '.join(written)}")
+
+
+def exact_plan(
+    config: CellConfig, prompts: int, temperature: float, seed: int, tokens: int, margin: float | None
+) -> ExactPlan:
+    """What to check on a cell, as many requests at once as it runs.  Raises Failure."""
+    from paceline.cluster import bench_prompts
+    from paceline.cluster.exact_run import Plan as ExactPlan
+
+    options({}, {"temperature": temperature, "seed": seed}, {})
+    if margin is not None and not 0 <= margin < math.inf:
+        raise Failure(f"--margin: must be a number of nats from 0 on, got {margin}", WRONG)
+    try:
+        wanted = tuple(bench_prompts.load(prompts))
+    except ValueError as error:
+        raise Failure(f"--prompts: {error}", WRONG) from error
+    return ExactPlan(wanted, config.speculation, temperature, seed, tokens, config.max_sessions, margin)
+
+
+def verify_exact(config: CellConfig, plan: ExactPlan, file: Path | None) -> None:
+    """Answer, read again, show and save; if it is interrupted, what is known by then.  Raises Failure."""
+    _check_writable("--json", file)
+    from paceline.actors.exactness import Report as ExactReport
+    from paceline.cluster import exact_run
+    from paceline.cluster.bench_run import MeasurementFailed
+
+    with _cell(config) as cell, terminal.Progress() as progress:
+        dtype, codec = cell.backend.model.dtype, cell.codec
+        try:
+            answered = exact_run.answer(cell, plan, progress)
+        except (MeasurementFailed, BackendError) as error:
+            raise Failure(str(error)) from error
+    report = ExactReport((), plan.allowed(dtype))
+    try:
+        with terminal.Progress() as progress:
+            for checked in exact_run.check(config, dtype, answered, codec.eos_ids, progress):
+                report = report.plus(checked)
+                progress.clear()
+                terminal.write(exact_run.describe(checked, codec.piece))
+    finally:
+        terminal.write(exact_run.render(report, len(plan.prompts)) + "\n")
+        if file is not None:
+            exact_run.write_json(file, config, plan, report, codec.piece)
+    if report.broken:
+        raise Failure(f"{len(report.broken)} positions differ by more than {report.margin:.3g} nats")

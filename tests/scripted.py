@@ -19,6 +19,7 @@ class ByteCodec:
 
     vocab_size = 256
     has_chat_template = True
+    eos_ids: frozenset[int] = frozenset()
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(text.encode())

@@ -28,14 +28,15 @@ ADDRESS = "127.0.0.1:50051"
 
 
 def test_the_readme_holds_the_blocks_that_are_run_here() -> None:
-    main, test, up, *clients, bench = BASH
+    main, test, up, *clients, exact, bench = BASH
     assert main.startswith("python3 -m venv .venv && ")
     assert "paceline generate" in main
     assert f"<!-- test command -->\n```bash\n{test}```" in README
     assert test.rstrip().endswith("-m pytest")
     assert up.startswith("paceline up ")
-    assert len(clients) == 2
+    assert len(clients) == 3
     assert all(f"paceline generate --address {ADDRESS}" in client for client in clients)
+    assert exact.startswith("paceline verify-exact ")
     assert bench.startswith("paceline bench run ")
     assert len(PYTHON) == 1
     assert [language for language, _ in BLOCKS if language not in ("bash", "python")] == ["text"]
@@ -110,6 +111,9 @@ def test_the_commands_of_the_second_terminal_work(server: subprocess.Popen[str])
     assert len(_run(["bash", "-c", BASH[3]]).split()) > 5
     answer = json.loads(_run(["bash", "-c", BASH[4]]))
     assert (answer["seed"], answer["usage"]["completion_tokens"]) == (7, 16)
+    river = json.loads(_run(["bash", "-c", BASH[5]]))
+    assert sorted(river) == ["km", "river"]
+    assert isinstance(river["km"], int)
 
 
 @pytest.mark.slow
@@ -127,9 +131,14 @@ def test_the_server_ends_with_ctrl_c(server: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
+def test_answers_are_found_to_be_exact() -> None:
+    assert "2 of 2 answers" in _run(BASH[6].split())
+
+
+@pytest.mark.slow
 def test_the_benchmark_writes_what_it_says(tmp_path: Path) -> None:
     done = subprocess.run(
-        BASH[5].split(), cwd=tmp_path, env=_environment(), capture_output=True, text=True, timeout=400, check=False
+        BASH[7].split(), cwd=tmp_path, env=_environment(), capture_output=True, text=True, timeout=400, check=False
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
