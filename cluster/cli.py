@@ -73,7 +73,7 @@ Drafters = Annotated[
         "--drafter",
         metavar="MODEL",
         help='A drafter: a model, or "ngram" (prompt lookup), or "int8" (the target in int8), or "foreign:MODEL" (with '
-        "a tokenizer of its own; --drafter-vocab is not for it); may be given several times. "
+        "a tokenizer of its own, whose vocabulary is not to be chosen); may be given several times. "
         '"none": no drafter. [default: ngram]',
     ),
 ]
