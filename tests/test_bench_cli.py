@@ -52,7 +52,7 @@ def test_ctrl_c_leaves_the_results_so_far_and_stops_the_cell(tmp_path: Path):
     assert any("warming up plain" in line for line in process.stderr)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
-    assert process.returncode == 130
+    assert process.returncode == 130, err
     assert "cut short; 0 rows are there" in err
     assert err.splitlines()[-1].startswith("cell stopped")
     saved = json.loads((tmp_path / "rows.json").read_text())
