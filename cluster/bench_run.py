@@ -135,20 +135,21 @@ def prompt_ids(codec: Codec, text: str) -> tuple[int, ...]:
 
 
 async def streamed(
-    backend: Backend, requests: Sequence[Request], streams: int, ended: Callable[[], None] = lambda: None
+    backend: Backend, requests: Sequence[Request], streams: int, ended: Callable[[int], None] = lambda _: None
 ) -> list[Answer]:
     """The answers to all requests, so many at a time; each that ends is followed by the next.
 
-    ended: is called after each of them.  Raises MeasurementFailed and BackendError.
+    ended: is told how many have ended, at first none.  Raises MeasurementFailed and BackendError.
     """
-    free = asyncio.Semaphore(streams)
+    free, counts = asyncio.Semaphore(streams), itertools.count()
 
     async def one(request: Request) -> Answer:
         async with free:
             answer = await _answer(backend, request)
-            ended()
+            ended(next(counts))
             return answer
 
+    ended(next(counts))
     return await asyncio.gather(*map(one, requests))
 
 

@@ -59,14 +59,10 @@ class Answered:
 def answer(cell: BenchCell, plan: Plan, progress: Progress) -> list[Answered]:
     """What a cell answers.  Raises MeasurementFailed and BackendError."""
     requests = [_request(cell, plan, number) for number in range(len(plan.prompts))]
-    done = 0
 
-    def ended() -> None:
-        nonlocal done
-        done += 1
-        progress(f"answering, {done} of {len(requests)} prompts")
+    def ended(count: int) -> None:
+        progress(f"answering, {count} of {len(requests)} prompts")
 
-    progress(f"answering, 0 of {len(requests)} prompts")
     answers = asyncio.run(streamed(cell.backend, requests, plan.batch, ended))
     return [
         Answered(request, answer.tokens, answer.stats or Stats(plan.speculation.schedule))
