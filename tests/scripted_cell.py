@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from paceline.actors.trace import Span
+from paceline.actors.values import Delta, Request
 from paceline.cluster.backend import CellError
 from paceline.cluster.cli import main
 from paceline.cluster.models import ModelError
@@ -17,11 +18,18 @@ from scripted import ByteCodec, ScriptedBackend, endless, hello
 BEHAVIOUR = sys.argv.pop(1)
 
 
+async def told(request: Request) -> AsyncIterator[Delta]:
+    """An endless answer that tells when it has begun, which is when a Ctrl-C has something to end."""
+    sys.stderr.write(f"answering {request.id}\n")
+    async for delta in endless(request):
+        yield delta
+
+
 class Cell:
     """Tells on stderr what is done with it."""
 
     def __init__(self) -> None:
-        self.backend, self.codec = ScriptedBackend(endless if BEHAVIOUR == "endless" else hello), ByteCodec()
+        self.backend, self.codec = ScriptedBackend(told if BEHAVIOUR == "endless" else hello), ByteCodec()
 
     @classmethod
     def start(cls, config: Any, progress: Any) -> Cell:

@@ -49,7 +49,7 @@ def test_it_prints_a_table_and_saves_rows_a_page_and_a_timeline(tmp_path: Path):
 def test_ctrl_c_leaves_the_results_so_far_and_stops_the_cell(tmp_path: Path):
     process = spawn("--json", str(tmp_path / "rows.json"), behaviour="endless")
     assert process.stderr is not None
-    assert any("warming up plain" in line for line in process.stderr)
+    assert any("answering" in line for line in process.stderr)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
