@@ -77,8 +77,10 @@ class Shaper:
     def advance(self, tokens: Sequence[int]) -> None:
         """These were committed."""
         self._output += tokens
-        if self._constraints.penalize and tokens:
-            at = torch.tensor(list(tokens))
+        # A drafter's vocabulary may be the smaller one.
+        known = [token for token in tokens if token < len(self._counts)]
+        if known:
+            at = torch.tensor(known)
             self._counts.index_add_(0, at, torch.ones(len(at)))
             self._seen[at] = True
         if self._matcher is not None:
@@ -86,8 +88,9 @@ class Shaper:
 
     def _penalized(self, row: Tensor, path: Sequence[int]) -> Tensor:
         constraints, counts, seen = self._constraints, self._counts, self._seen
-        if path:
-            at = torch.tensor(list(path))
+        known = [token for token in path if token < len(counts)]
+        if known:
+            at = torch.tensor(known)
             counts = counts.index_add(0, at, torch.ones(len(at)))
             seen = seen.index_fill(0, at, True)
         counts, seen = counts.to(row.device), seen.to(row.device)
@@ -109,9 +112,10 @@ class Shaper:
                 raise DeadEnd(f"response_format: the grammar cannot be followed any further: {error}") from error
         banned[ids] = True
         if banned.all():
-            named = [name for name, on in (("response_format", self._matcher), ("bad_words or min_tokens", ids)) if on]
+            field = "response_format" if self._matcher is not None else "bad_words"
+            rest = ": bad_words and min_tokens rule out the last ones" if ids and self._matcher is not None else ""
             at = len(self._output) + len(path)
-            raise DeadEnd(f"{' with '.join(named)}: no token is left that could come after {at} tokens")
+            raise DeadEnd(f"{field}: no token is left that could come after {at} tokens{rest}")
         return banned
 
     def _early_ends(self, path: tuple[int, ...]) -> Sequence[int]:

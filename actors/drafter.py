@@ -268,8 +268,10 @@ class DrafterLoop:
             return self._drafter.open(Start(message.tokens, message.sampling, message.prompt_len, message.constraints))
         except DrafterFull as error:
             log.info("session %d goes undrafted: %s", message.session, error)
-            self.counters["refused_sessions"] += 1
-            return None
+        except Exception as error:
+            log.warning("session %d goes undrafted: %s", message.session, error, exc_info=True)
+        self.counters["refused_sessions"] += 1
+        return None
 
     def _verdict(self, name: str, message: Verdict, arrived: float) -> None:
         key = (name, message.session)

@@ -7,15 +7,29 @@ the same text and the target's own tokenizer.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+_PATIENCE = 0.5
+"""Seconds that compiling a grammar, and finding out what may come first, may take; a good one takes milliseconds."""
+
+_JSON_DEFAULTS = {"whitespace_pattern": r" |\n {0,16}"}
+"""Between tokens of JSON a space, or a new line and its indentation: a model may fill an answer with white space."""
+
 
 class GrammarError(ValueError):
     """A grammar that cannot be compiled, or that cannot be followed any further."""
+
+
+def _limits() -> Any:
+    """What a grammar may cost per token: loops that serve many requests follow it.  The library's own are seconds."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(step_max_items=5000, initial_lexer_fuel=100_000, step_lexer_fuel=20_000)
 
 
 def from_json_schema(schema: str) -> str:
@@ -26,9 +40,16 @@ def from_json_schema(schema: str) -> str:
         parsed = json.loads(schema)
     except ValueError as error:
         raise GrammarError(f"it is not JSON: {error}") from error
+    except RecursionError as error:
+        raise GrammarError("it is nested too deeply") from error
+    if parsed is True:
+        parsed = {}
     if not isinstance(parsed, dict):
-        raise GrammarError("a JSON schema is a JSON object")
-    return str(LLMatcher.grammar_from_json_schema(parsed))
+        raise GrammarError("a JSON schema that allows anything is a JSON object, or true")
+    try:
+        return str(LLMatcher.grammar_from_json_schema(parsed, defaults=_JSON_DEFAULTS))
+    except (ValueError, RecursionError) as error:
+        raise GrammarError("it is nested too deeply" if isinstance(error, RecursionError) else str(error)) from error
 
 
 def from_regex(regex: str) -> str:
@@ -45,6 +66,8 @@ def from_ebnf(text: str) -> str:
 
     try:
         return str(LLMatcher.grammar_from_lark(any_to_lark(text)))
+    except RecursionError as error:
+        raise GrammarError("it is nested too deeply") from error
     except Exception as error:  # The converter raises whatever it stumbles over.
         raise GrammarError(f"it cannot be read: {error}") from error
 
@@ -71,17 +94,21 @@ class Grammars:
         """Raise GrammarError, with the place, unless this can be compiled."""
         from llguidance import LLMatcher
 
-        failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
+        failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer, limits=_limits())
         if failed:
-            raise GrammarError(" ".join(str(messages[0]).split()))
+            raise GrammarError(_plainly(str(messages[0])))
+        started = time.monotonic()
+        self.matcher(grammar).allowed((), ())
+        if time.monotonic() - started > _PATIENCE:
+            raise GrammarError("it is too large: what may come first takes too long to find out; make it simpler")
 
     def matcher(self, grammar: str) -> Matcher:
         """What follows a completion by this grammar.  Raises GrammarError."""
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits())
         if matcher.is_error():
-            raise GrammarError(_first_line(matcher.get_error()))
+            raise GrammarError(_plainly(matcher.get_error()))
         return Matcher(matcher, self._tokenizer.vocab_size, self.vocab_size, self._eos_ids)
 
 
@@ -89,10 +116,10 @@ class Matcher:
     """One completion's place in its grammar: after the committed tokens, and, for a while, after a path below them."""
 
     def __init__(self, matcher: Any, width: int, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        self._matcher, self._vocab_size = matcher, vocab_size
+        self._committed, self._vocab_size = matcher, vocab_size
         self._words = np.zeros((width + 31) // 32, dtype=np.uint32)
         self._eos_ids = [id for id in eos_ids if id < vocab_size]
-        self._path: list[int] = []
+        self._leave()
 
     def allowed(self, path: Sequence[int], ends: Sequence[int]) -> NDArray[np.bool_]:
         """Which tokens may come after `path`, bool [vocab_size]; those of `ends` where the text may end there.
@@ -100,46 +127,55 @@ class Matcher:
         Raises GrammarError where none may, or the path itself breaks the grammar.
         """
         self._walk(path)
-        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        self._there.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         self._check()
         bits = np.unpackbits(self._words.view(np.uint8), bitorder="little")
         allowed = bits[: self._vocab_size].view(np.bool_)
         allowed[self._eos_ids] = False
-        if self._matcher.is_accepting():
+        if self._there.is_accepting():
             allowed[list(ends)] = True
         return allowed
 
     def complete(self, path: Sequence[int]) -> bool:
-        """Whether nothing can follow after `path`."""
+        """Whether nothing can follow after `path`.  Raises GrammarError if it breaks the grammar."""
         self._walk(path)
-        return bool(self._matcher.is_stopped())
+        return bool(self._there.is_stopped())
 
     def advance(self, tokens: Sequence[int]) -> None:
         """These were committed.  Raises GrammarError if they break the grammar."""
         self._walk(tokens)
-        self._path = []
+        self._committed = self._there
+        self._leave()
+
+    def _leave(self) -> None:
+        """Stand at the committed tokens again.
+
+        By a copy, which costs next to nothing: the library's rollback can leave wrong masks behind, and a matcher that
+        has failed stays so.
+        """
+        self._there, self._path = self._committed.deep_copy(), list[int]()
 
     def _walk(self, path: Sequence[int]) -> None:
-        """From the path where it stands to this one."""
-        common = 0
-        while common < min(len(path), len(self._path)) and path[common] == self._path[common]:
-            common += 1
-        back = len(self._path) - common
-        if back:
-            self._matcher.rollback(back)
-        del self._path[common:]
-        rest = list(path[common:])
+        """From where it stands to this path."""
+        if self._there.is_error() or list(path[: len(self._path)]) != self._path:
+            self._leave()
+        rest = list(path[len(self._path) :])
         # A token that breaks the grammar would break the matcher for good, if it was told to consume it.
-        taken = self._matcher.try_consume_tokens(rest)
+        taken = self._there.try_consume_tokens(rest)
         self._path += rest[:taken]
         self._check()
         if taken < len(rest):
             raise GrammarError(f"token {rest[taken]} breaks the grammar")
 
     def _check(self) -> None:
-        if self._matcher.is_error():
-            raise GrammarError(_first_line(self._matcher.get_error()))
+        if self._there.is_error():
+            raise GrammarError(_plainly(self._there.get_error()))
 
 
-def _first_line(error: str) -> str:
-    return error.strip().partition("\n")[0]
+def _plainly(error: str) -> str:
+    """The reason in a message of the library, without what it quotes."""
+    if "coerce_one_of" in error:
+        return "oneOf cannot be held to where two of its schemas may allow the same value; use anyOf"
+    lines = error.strip().splitlines() or ["it cannot be followed"]
+    reason = next((line for line in lines if line.startswith("error: ")), lines[0])
+    return reason.removeprefix("error: ").removeprefix("Parser Error: ")

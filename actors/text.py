@@ -62,12 +62,16 @@ class TextCodec:
     """A model's tokenizer and its end-of-sequence ids.
 
     eos_ids: from generation_config.json, config.json and the tokenizer together.  vocab_size: one more than the
-    largest id that stands for text; 0 for a model without a tokenizer, whose text out is empty.
+    largest id that stands for text; 0 for a model without a tokenizer, whose text out is empty.  longest_token: in
+    characters.  has_grammars: whether texts can be held to a grammar.
     """
 
     def __init__(self, tokenizer: Any | None, eos_ids: frozenset[int]) -> None:
         self.eos_ids = eos_ids
-        self.vocab_size = 1 + max(tokenizer.get_vocab().values(), default=-1) if tokenizer is not None else 0
+        vocabulary: Mapping[str, int] = {} if tokenizer is None else tokenizer.get_vocab()
+        self.vocab_size = 1 + max(vocabulary.values(), default=-1)
+        self.longest_token = max(map(len, vocabulary), default=0)
+        self.has_grammars: bool = tokenizer is not None and tokenizer.is_fast
         self.has_chat_template = tokenizer is not None and tokenizer.chat_template is not None
         self._tokenizer = tokenizer
         self._decoder = None if tokenizer is None else Decoder(tokenizer)
@@ -113,11 +117,6 @@ class TextCodec:
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
         return tuple(ids)
 
-    @property
-    def has_grammars(self) -> bool:
-        """Whether texts of this tokenizer can be held to a grammar."""
-        return self._tokenizer is not None and self._tokenizer.is_fast
-
     def grammars(self, vocab_size: int) -> Grammars | None:
         """What compiles grammars, for logits of so many columns; None where nothing can.  It takes up to seconds."""
         if not self.has_grammars:
@@ -126,6 +125,7 @@ class TextCodec:
             return Grammars(self._tokenizer, vocab_size, self.eos_ids)
         except GrammarError as error:
             log.warning("%s", error)
+            self.has_grammars = False
             return None
 
     def check_grammar(self, grammar: str) -> None:

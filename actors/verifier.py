@@ -269,7 +269,7 @@ class Verifier:
         cached = self._engine.length(session.sequence)
         self.counters["cached_tokens"] += cached
         self.counters["prefix_hits"] += cached > 0
-        session.follows = self._leader(session) is not None
+        session.follows = not session.unread and self._leader(session) is not None
         self._attach(session)
 
     def _leader(self, session: Session) -> Session | None:
@@ -544,7 +544,7 @@ class Verifier:
 
     def _fail(self, session: Session, error: Exception) -> None:
         code: ErrorCode = "bad_logits" if isinstance(error, BadLogits) else "internal"
-        if isinstance(error, DeadEnd):
+        if isinstance(error, DeadEnd | GrammarError):
             code = "invalid"
             log.info("request %s asks for what cannot be: %s", session.request.id, error)
         else:

@@ -128,13 +128,15 @@ def biases(given: Sequence[str]) -> dict[int, float]:
     return found
 
 
-def response_format(json_schema: str | None, regex: str | None, grammar: str | None) -> pb.ResponseFormat:
+def response_format(json_schema: str | None, regex: str | None, grammar: str | None) -> pb.ResponseFormat | None:
     """What form the answer shall have; a text like "@FILE" stands for what is in the file.  Raises Failure."""
     given = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
     forms = {name: text for name, text in given.items() if text is not None}
     flags = {name: "--" + name.replace("_", "-") for name in forms}
     if len(forms) > 1:
         raise Failure(f"{' and '.join(flags.values())} are two forms for one answer; leave one out", WRONG)
+    if not forms:
+        return None
     return pb.ResponseFormat(**{name: _text_of(text, flags[name]) for name, text in forms.items()})
 
 

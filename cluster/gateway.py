@@ -176,6 +176,8 @@ class _Outbox:
         return index not in self._open
 
     def put(self, index: int, delta: Delta) -> None:
+        if self._error is not None:
+            return
         self._pieces[index].add(delta)
         if delta.finish is not None:
             self._open.discard(index)
@@ -352,10 +354,10 @@ class _Servicer(pb_grpc.GenerationServiceServicer):
 
     async def _deliver(self, context: _Context, call: _Call, index: int, delta: Delta) -> None:
         finish = delta.finish
-        if finish is None or finish.reason != "error":
-            await self._write(context, self._response(call, index, delta))
-        elif delta.token_ids or delta.text:
-            await self._write(context, self._response(call, index, replace(delta, finish=None)))
+        if finish is not None and finish.reason == "error":
+            delta = replace(delta, finish=None)
+        if delta.token_ids or delta.text or delta.finish:
+            await self._write(context, await self._built(call, index, delta))
         if finish is not None:
             _raise_failure(finish)
 
@@ -396,6 +398,13 @@ class _Servicer(pb_grpc.GenerationServiceServicer):
             reason = f"the client took nothing for {self._settings.stall:g} s"
             raise _Failed(grpc.StatusCode.ABORTED, reason) from None
 
+    async def _built(self, call: _Call, index: int, delta: Delta) -> pb.GenerateResponse:
+        if not delta.prompt_logprobs:
+            return self._response(call, index, delta)
+        # There may be thousands of them, and other streams shall go on meanwhile.
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._tokenizer, self._response, call, index, delta)
+
     def _response(self, call: _Call, index: int, delta: Delta) -> pb.GenerateResponse:
         response = pb.GenerateResponse(
             text=delta.text,
@@ -428,7 +437,9 @@ class _Servicer(pb_grpc.GenerationServiceServicer):
                 call.pumps[index].cancel()
         if call.pumps:
             await asyncio.wait(call.pumps, timeout=_RELEASE_TIMEOUT)
-        self._running.discard(call.id)
+        # Where all had ended by themselves the id has been free for long, and may be another call's.
+        if call.left:
+            self._running.discard(call.id)
 
     async def _cancel(self, id: str) -> None:
         try:

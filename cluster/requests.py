@@ -41,6 +41,11 @@ class Codec(Protocol):
         ...
 
     @property
+    def longest_token(self) -> int:
+        """Characters of the longest token."""
+        ...
+
+    @property
     def has_chat_template(self) -> bool: ...
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -152,7 +157,8 @@ def check_options(proto: pb.GenerateRequest) -> None:
     _choices(proto)
     _top_logprobs(proto)
     _prompt_logprobs(proto)
-    _grammar(proto.response_format)
+    if proto.HasField("response_format"):
+        _grammar(proto.response_format)
     _speculation(proto.speculation, Speculation())
     _asks_for_tokens(proto)
 
@@ -263,11 +269,11 @@ def _prompt_logprobs(proto: pb.GenerateRequest) -> int | None:
 
 
 def _grammar(form: pb.ResponseFormat) -> str:
-    """The grammar that a response has to follow; "" for none."""
+    """The grammar that a response has to follow."""
     makers = {"json_schema": from_json_schema, "regex": from_regex, "grammar": from_ebnf}
     name = form.WhichOneof("form")
     if name is None:
-        return ""
+        raise Invalid("response_format", "its form is missing; set one of json_schema, regex, grammar, or leave it out")
     text: str = getattr(form, name)
     if not 1 <= len(text) <= MAX_FORMAT_LENGTH:
         raise Invalid(f"response_format.{name}", f"must be 1 to {MAX_FORMAT_LENGTH} characters long, got {len(text)}")
@@ -305,15 +311,16 @@ def _ids_of_words(words: Sequence[str], codec: Codec, vocab_size: int) -> Iterat
 
 
 def _checked_grammar(proto: pb.GenerateRequest, codec: Codec) -> str:
+    if not proto.HasField("response_format"):
+        return ""
+    if not codec.has_grammars:
+        raise Invalid("response_format", "the target's tokenizer cannot follow grammars; leave it out")
     grammar = _grammar(proto.response_format)
-    if grammar:
-        if not codec.has_grammars:
-            raise Invalid("response_format", "the target's tokenizer cannot follow grammars; leave it out")
-        try:
-            codec.check_grammar(grammar)
-        except ValueError as error:
-            name = proto.response_format.WhichOneof("form")
-            raise Invalid(f"response_format.{name}", _cut(str(error))) from error
+    try:
+        codec.check_grammar(grammar)
+    except ValueError as error:
+        name = proto.response_format.WhichOneof("form")
+        raise Invalid(f"response_format.{name}", _cut(str(error))) from error
     return grammar
 
 
@@ -349,7 +356,7 @@ def _speculation(options: pb.SpeculationOptions, default: Speculation) -> Specul
         _number(options, "fanout", default.fanout, MAX_FANOUT),
         _number(options, "width", default.width, MAX_WIDTH),
         _number(options, "budget", default.budget, MAX_BUDGET),
-        _number(options, "max_k", 0, MAX_K) if options.HasField("max_k") else None,
+        _number(options, "max_k", 0, MAX_K, "; leave it out for no bound") if options.HasField("max_k") else None,
     )
 
 
@@ -370,9 +377,9 @@ def _prompt(proto: pb.GenerateRequest, codec: Codec, model: ModelInfo) -> tuple[
     field = proto.WhichOneof("input")
     match field:
         case "text":
-            prompt = _text(proto.text, codec)
+            prompt = _text(proto.text, codec, model.context_length)
         case "chat":
-            prompt = _chat(proto.chat.messages, codec)
+            prompt = _chat(proto.chat.messages, codec, model.context_length)
         case "tokens":
             prompt = tuple(proto.tokens.ids)
             _in_vocabulary("tokens.ids", prompt, model.vocab_size)
@@ -391,13 +398,14 @@ def _prompt(proto: pb.GenerateRequest, codec: Codec, model: ModelInfo) -> tuple[
     return prompt
 
 
-def _text(text: str, codec: Codec) -> tuple[int, ...]:
+def _text(text: str, codec: Codec, context: int) -> tuple[int, ...]:
     if not text:
         raise Invalid("text", "the prompt is empty; give at least one character")
+    _not_too_long("text", len(text), codec, context)
     return _encoded("text", lambda: codec.encode(text))
 
 
-def _chat(messages: Sequence[pb.ChatMessage], codec: Codec) -> tuple[int, ...]:
+def _chat(messages: Sequence[pb.ChatMessage], codec: Codec, context: int) -> tuple[int, ...]:
     if not codec.has_chat_template:
         raise Invalid("chat", "the target has no chat template; send the prompt as text (paceline generate --raw)")
     if not messages:
@@ -408,8 +416,16 @@ def _chat(messages: Sequence[pb.ChatMessage], codec: Codec) -> tuple[int, ...]:
             raise Invalid(f"chat.messages[{index}].role", reason)
         if message.role == "user" and not message.content:
             raise Invalid(f"chat.messages[{index}].content", "a user's message is empty; leave it out")
+    _not_too_long("chat.messages", sum(len(message.content) for message in messages), codec, context)
     pairs = [{"role": message.role, "content": message.content} for message in messages]
     return _encoded("chat.messages", lambda: codec.encode_chat(pairs))
+
+
+def _not_too_long(field: str, characters: int, codec: Codec, context: int) -> None:
+    """Refuse what cannot fit before it is tokenized, which may take seconds that others wait for."""
+    most = context * codec.longest_token
+    if characters > most:
+        raise Invalid(field, f"{characters} characters are more than {context} tokens can hold ({most}); shorten it")
 
 
 def _encoded(field: str, encode: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 from paceline.kernels.noise import HIGHEST, LOWEST
 from paceline.kernels.triton_noise import noise_of, signed
-from paceline.kernels.verify_tree import Edit, Sampling, Tree, Walk, process
+from paceline.kernels.verify_tree import Edit, Sampling, Tree, Walk, process, walk
 from torch import Tensor
 
 _TOKENS = 2048
@@ -88,43 +87,32 @@ def verify_tree(
     positions: Sequence[int],
     edits: Sequence[Edit | None],
 ) -> list[Walk]:
-    """See verify_tree.verify_tree.  Waits for the device once, at the end."""
-    edited = [_edited(*one) for one in zip(logits, trees, edits, strict=True)]
-    scores = _processed([rows for rows, _ in edited], samplings)
+    """See verify_tree.verify_tree.  Waits for the device once, at the end, where no logits are to be edited."""
+    free = [i for i, edit in enumerate(edits) if edit is None]
+    drawn = iter(
+        _drawn(
+            [logits[i] for i in free],
+            [trees[i] for i in free],
+            [samplings[i] for i in free],
+            [positions[i] for i in free],
+        )
+        if free
+        else ()
+    )
+    # An edit may only see what is really said: what a rejected guess does to it must not matter.
+    given = zip(logits, trees, samplings, positions, edits, strict=True)
+    return [next(drawn) if one[-1] is None else walk(*one) for one in given]
+
+
+def _drawn(
+    logits: Sequence[Tensor], trees: Sequence[Tree], samplings: Sequence[Sampling], positions: Sequence[int]
+) -> list[Walk]:
+    """The walks of trees whose logits are drawn from as they are."""
+    scores = _processed(logits, samplings)
     # The maximum carries what is not a number along, which the kernels' own maxima do not.
     best = scores.amax(-1)
     values, tokens = _draws(scores, best, trees, samplings, positions)
-    walks = _walks(best, values, tokens, trees)
-    return [_explained(walk, faults) for walk, (_, faults) in zip(walks, edited, strict=True)]
-
-
-def _edited(rows: Tensor, tree: Tree, edit: Edit | None) -> tuple[Tensor, dict[int, Exception]]:
-    """Every row as its walk would find it; those that cannot be edited as NaN, with what was raised, by node."""
-    if edit is None:
-        return rows, {}
-    faults: dict[int, Exception] = {}
-    edited: list[Tensor] = []
-    for node, path in enumerate(_paths(tree), start=-1):
-        try:
-            edited.append(edit(rows[1 + node], path))
-        except Exception as fault:
-            faults[node] = fault
-            edited.append(torch.full_like(rows[1 + node], torch.nan, dtype=torch.float32))
-    return torch.stack(edited), faults
-
-
-def _paths(tree: Tree) -> list[tuple[int, ...]]:
-    """The tokens down to the root, which are none, and to every node."""
-    paths: list[tuple[int, ...]] = [()]
-    for token, parent in zip(tree.tokens, tree.parents, strict=True):
-        paths.append((*paths[1 + parent], token))
-    return paths
-
-
-def _explained(walk: Walk, faults: dict[int, Exception]) -> Walk:
-    """With what the row raised at which it ended, if it did."""
-    last = walk.path[-1] if walk.path else -1
-    return replace(walk, fault=faults.get(last)) if walk.broken else walk
+    return _walks(best, values, tokens, trees)
 
 
 def _processed(logits: Sequence[Tensor], samplings: Sequence[Sampling]) -> Tensor:

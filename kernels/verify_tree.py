@@ -81,10 +81,11 @@ def verify_tree(
     logits: per tree its raw rows [1 + N, V], row 0 after the last committed token, row 1 + i after node i.
     positions: per tree the index in the whole sequence of the first token to be decided.
     """
-    return [_walk(*one) for one in zip(logits, trees, samplings, positions, edits, strict=True)]
+    return [walk(*one) for one in zip(logits, trees, samplings, positions, edits, strict=True)]
 
 
-def _walk(rows: Tensor, tree: Tree, sampling: Sampling, position: int, edit: Edit | None) -> Walk:
+def walk(rows: Tensor, tree: Tree, sampling: Sampling, position: int, edit: Edit | None) -> Walk:
+    """One of these walks."""
     # Only the rows along the path are looked at: on a CPU a draw costs more than the way back to Python.
     tokens: list[int] = []
     path: list[int] = []

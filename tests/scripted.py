@@ -18,6 +18,7 @@ class ByteCodec:
     """One token per byte; a chat is "<role>content" per message."""
 
     vocab_size = 256
+    longest_token = 200
     has_chat_template = True
     eos_ids: frozenset[int] = frozenset()
 

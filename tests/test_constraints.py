@@ -45,7 +45,7 @@ def test_ids_that_a_smaller_vocabulary_lacks_are_left_out() -> None:
 
 def test_a_mask_that_leaves_nothing_is_a_dead_end() -> None:
     words = tuple((token,) for token in range(4))
-    with pytest.raises(DeadEnd, match="bad_words or min_tokens: no token is left that could come after 1 tokens"):
+    with pytest.raises(DeadEnd, match="bad_words: no token is left that could come after 1 tokens"):
         Shaper(Constraints(bad_words=words), (1,), (2,), 4)(torch.zeros(4), ())
 
 
@@ -55,7 +55,7 @@ def test_a_grammar_with_min_tokens_may_be_a_dead_end(grammars: Grammars) -> None
     shaper = Shaper(digits, (3,), (), VOCAB, grammars.matcher)
     shaper(torch.zeros(VOCAB), ())
     assert shaper.end(seven) == 1, "nothing can follow, so min_tokens has to give way"
-    with pytest.raises(DeadEnd, match="response_format with bad_words or min_tokens"):
+    with pytest.raises(DeadEnd, match=r"response_format: no token is left .* bad_words and min_tokens rule out"):
         shaper(torch.zeros(VOCAB), seven)
 
 
@@ -86,6 +86,11 @@ def test_paths_may_be_visited_in_any_order(grammars: Grammars) -> None:
     [
         (from_json_schema, "{", "not JSON"),
         (from_json_schema, "[]", "a JSON object"),
+        (from_json_schema, '{"items":' * 2000 + "{}" + "}" * 2000, "nested too deeply"),
+        (from_json_schema, "[" * 30000, "nested too deeply"),
+        (from_json_schema, '{"minimum": 999999999999999999999999999999}', "not JSON serializable"),
+        (from_json_schema, '{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "use anyOf"),
+        (from_ebnf, "root ::= " + "(" * 3000, "nested too deeply"),
         (from_json_schema, '{"type": "nothing"}', "nothing"),
         (from_regex, "(ab", "unclosed group"),
         (from_regex, "a(?=b)", "look-around"),
@@ -105,3 +110,53 @@ def test_both_notations_of_ebnf_are_understood(text: str, grammars: Grammars) ->
     matcher = grammars.matcher(from_ebnf(text))
     for said, complete in (("yes", True), ("nob", False)):
         assert matcher.complete(CODEC.encode_part(said)) is complete
+
+
+def test_masks_are_those_of_a_matcher_that_never_was_elsewhere(grammars: Grammars) -> None:
+    """In any order of nodes, across a tree: what was looked at before leaves no trace."""
+    rng, grammar = random.Random(2), from_json_schema("true")
+    for _ in range(40):
+        start = [int(t) for t in CODEC.encode_part("[[9")[: rng.randrange(4)]]
+        matcher = grammars.matcher(grammar)
+        matcher.advance(start)
+        paths: list[tuple[int, ...]] = [()]
+        for _ in range(12):
+            path = rng.choice(paths)
+            fresh = grammars.matcher(grammar)
+            fresh.advance((*start, *path))
+            expected = fresh.allowed((), ())
+            assert (matcher.allowed(path, ()) == expected).all(), (start, path)
+            allowed = expected.nonzero()[0].tolist()
+            paths += [(*path, rng.choice(allowed)) for _ in range(2) if allowed]
+
+
+HOSTILE = {
+    "ambiguous": from_ebnf('root ::= e\ne ::= e e e | e e | "a" | "b" | "ab"\n'),
+    "empty": from_ebnf('root ::= e*\ne ::= e? e? "a"? '),
+    "long": from_regex("a{1000000}"),
+    "nested": from_regex("((a{1000}){1000}){1000}"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_grammar_comes_to_an_end_before_it_costs_much(name: str, grammars: Grammars) -> None:
+    """It is refused by a bound on the work per token, which is the same on every machine."""
+    a = CODEC.encode_part("a")
+    matcher = grammars.matcher(HOSTILE[name])
+
+    def follow() -> None:
+        for _ in range(3000):
+            matcher.allowed((), ())
+            matcher.advance(a)
+
+    with pytest.raises(GrammarError):
+        follow()
+    # It can be asked again, and says it again.
+    with pytest.raises(GrammarError):
+        matcher.allowed(a, ())
+
+
+def test_a_grammar_that_is_too_large_is_refused_before_any_loop_follows_it(grammars: Grammars) -> None:
+    properties = ", ".join(f'"k{i}": {{"type": "string"}}' for i in range(3000))
+    with pytest.raises(GrammarError, match="too"):
+        grammars.check(from_json_schema(f'{{"type": "object", "properties": {{{properties}}}}}'))

@@ -15,8 +15,8 @@ from fields import EOS, VOCAB
 from local_cell import LocalCell, engine_of
 from paceline.actors import session as session_module
 from paceline.actors.constraints import Shaper
-from paceline.actors.drafters import ModelDrafter, NgramDrafter
-from paceline.actors.grammar import from_regex
+from paceline.actors.drafters import ModelDrafter, NgramDrafter, Start
+from paceline.actors.grammar import from_ebnf, from_regex
 from paceline.actors.values import Constraints, Request, Sampling, Speculation
 from paceline.actors.verifier import VerifierSettings
 from paceline.cluster.requests import choices
@@ -24,6 +24,7 @@ from paceline.v1 import generation_pb2 as pb
 from test_equality import TEXTS, blurred, codec, grammars, model_drafter, plain, said, target
 from torch import Tensor
 
+GREEDY = Sampling()
 SCHEDULES = ("plain", "sync", "pearl", "amusd", "saguaro", "swiftspec")
 
 
@@ -95,7 +96,7 @@ def test_a_fault_ends_its_own_request_where_plain_decoding_meets_it(
         bad = tuple((token,) for token in range(VOCAB) if codec().piece(token).strip("0123456789") == "")
         ill = replace(ill, constraints=Constraints(grammar=digits, bad_words=bad))
         before = ()
-        code, reason = "invalid", "no token is left"
+        code, reason = "invalid", "response_format: no token is left"
     answers = cell.run([neighbours[0], ill, neighbours[1]])
     assert answers[1].finish.reason == "error"
     assert (answers[1].finish.code, reason in answers[1].finish.error) == (code, True)
@@ -120,6 +121,37 @@ def test_what_lies_behind_the_end_is_no_fault(schedule: str) -> None:
     assert (answer.finish.reason, answer.tokens) == ("stop", free[: place + 1])
     if schedule in ("sync", "saguaro"):
         assert poison.hits > 0, "the draft went on behind the end"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_grammar_that_fails_behind_an_accepted_path_takes_nothing_back(schedule: str) -> None:
+    """The text is forced up to a place where the library gives up; all of it is delivered, by drafts or without."""
+    grammar = from_ebnf('start: "quick brown" X\nX: /[^\\s\\S]/')
+    one = request("r", schedule, 8, constraints=Constraints(grammar=grammar))
+    cell = cell_with()
+    cell.speed = 20.0
+    answer = cell.run([one])[0]
+    assert (answer.finish.reason, answer.finish.code) == ("error", "invalid")
+    assert said(cell.deltas["r"]) == plain(replace(one, speculation=Speculation()))
+    assert codec().decode(answer.tokens) == "quick brown"
+    cell.settle()
+
+
+def test_an_open_that_a_drafter_stumbles_over_leaves_it_alive() -> None:
+    """Tokens and biases beyond its vocabulary, and a Shaper that raises."""
+    drafter = ModelDrafter(engine_of(blurred(), 8192), compile=grammars().matcher)
+    constraints = Constraints(((VOCAB + 3, 9.0),), frequency_penalty=0.5)
+    session = drafter.open(Start((3, 4, VOCAB + 3, 5), GREEDY, 2, constraints))
+    drafter.close(session)
+
+    def raises(start: Start) -> None:
+        raise IndexError("out of range")
+
+    cell = LocalCell(target(), drafter, speed=5.0)
+    drafter._shaper = raises  # type: ignore[method-assign, assignment]
+    assert cell.run([request("r", "sync")])[0].finish.reason == "length"
+    assert cell.drafter.counters["refused_sessions"] > 0
+    cell.settle()
 
 
 def test_a_grammar_that_cannot_be_compiled_is_refused_by_the_verifier_too() -> None:

@@ -258,7 +258,7 @@ async def test_a_prompt_of_five_megabytes_gets_through_to_the_check():
     async with served(ScriptedBackend()) as (_, _, stub):
         code, detail = await status(stub.Generate(pb.GenerateRequest(text="x" * 5_000_000)))
     assert code == grpc.StatusCode.INVALID_ARGUMENT
-    assert detail.startswith("text: the prompt has 5000000 tokens; the context of 64 takes at most 63")
+    assert detail.startswith("text: 5000000 characters are more than 64 tokens can hold")
 
 
 @with_loop()

@@ -100,6 +100,7 @@ BAD = [
     ({"text": ""}, "text", "empty"),
     ({"text": "x" * 64}, "text", "64 tokens; the context of 64 takes at most 63"),
     ({"text": "x" * 10_000}, "text", "10000 tokens"),
+    ({"text": "x" * 12_801}, "text", "12801 characters are more than 64 tokens can hold (12800)"),
     ({"tokens": {}}, "tokens.ids", "empty"),
     ({"tokens": {"ids": [1, 300]}}, "tokens.ids[1]", "below the vocabulary's size, 300, got 300"),
     ({"tokens": {"ids": [2**32 - 1]}}, "tokens.ids[0]", "got 4294967295"),
@@ -162,6 +163,7 @@ BAD = [
     ({"bad_words": ["x", ""]}, "bad_words[1]", "1 to 128 characters and not only spaces, got ''"),
     ({"bad_words": ["x" * 129]}, "bad_words[0]", "1 to 128"),
     ({"bad_words": ["  "]}, "bad_words[0]", "not only spaces"),
+    ({"response_format": {}}, "response_format", "set one of json_schema, regex, grammar"),
     ({"response_format": {"json_schema": ""}}, "response_format.json_schema", "1 to 65536 characters long, got 0"),
     ({"response_format": {"json_schema": "{"}}, "response_format.json_schema", "not JSON"),
     ({"response_format": {"json_schema": "x" * 65537}}, "response_format.json_schema", "got 65537"),
@@ -334,6 +336,7 @@ protos = st.builds(
     prompt_logprobs=maybe(st.integers(0, 22)),
     bad_words=st.lists(texts, max_size=5),
     response_format=st.one_of(
+        st.none(),
         st.just(pb.ResponseFormat()),
         st.builds(pb.ResponseFormat, json_schema=texts),
         st.builds(pb.ResponseFormat, regex=texts),
