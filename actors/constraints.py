@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 from paceline.actors.grammar import GrammarError, Matcher
-from paceline.actors.values import Constraints
+from paceline.actors.values import FREE, Constraints, Request
 from torch import Tensor
 
 Compile = Callable[[str], Matcher]
@@ -20,6 +20,24 @@ Compile = Callable[[str], Matcher]
 
 class DeadEnd(ValueError):
     """The constraints leave no token that could come next; the request asks for what cannot be."""
+
+
+def constraints_of(request: Request, eos_ids: frozenset[int]) -> Constraints:
+    """The constraints of a request with its ends, those of the target among them; FREE where nothing is changed."""
+    ends = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else eos_ids)
+    constraints = replace(request.constraints, ends=tuple(sorted(ends)))
+    return constraints if constraints.active else FREE
+
+
+def shaper_of(
+    constraints: Constraints,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    vocab_size: int,
+    compile: Compile | None = None,
+) -> Shaper | None:
+    """See Shaper; None where nothing is changed.  Raises GrammarError."""
+    return Shaper(constraints, prompt, output, vocab_size, compile) if constraints.active else None
 
 
 class Shaper:

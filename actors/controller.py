@@ -444,7 +444,8 @@ class Controller:
             self._change(lane, state, best)
         elif abs(state.plan.acceptance - costs.accepts(1)) > 0.1:
             state.plan = replace(state.plan, acceptance=_rounded(costs))
-            lane.plan = lane.plan if state.bounded else state.plan
+            if not state.bounded:
+                lane.plan = state.plan
         state.checked_at = state.since
         state.tier, state.promised = tier, self._rate(lane, state.plan, costs, tier, shift) / tier
         self._maybe_probe(lane, state)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from paceline.actors.constraints import Compile, Shaper
+from paceline.actors.constraints import Compile, Shaper, shaper_of
 from paceline.actors.cross_vocabulary import Translation
 from paceline.actors.engine import Engine, Feed
 from paceline.actors.grammar import GrammarError
@@ -228,11 +228,9 @@ class ModelDrafter:
         return tokens if self._translation is None else self._translation.feed(tokens)
 
     def _shaper(self, start: Start) -> Shaper | None:
-        if not start.constraints.active:
-            return None
         prompt, output = start.tokens[: start.prompt_len], start.tokens[start.prompt_len :]
         try:
-            return Shaper(start.constraints, prompt, output, self._vocab_size, self._compile)
+            return shaper_of(start.constraints, prompt, output, self._vocab_size, self._compile)
         except GrammarError as error:
             raise DrafterFull(f"it cannot follow the grammar: {error}") from error
 
@@ -376,7 +374,8 @@ class _Plan:
                 self.tokens += self._translate((tree.nodes[id].token,))
                 self._parents.append(above)
                 self.positions.append(self.branch.length + depth)
-                self._paths.append(tuple(tree.nodes[id].token for id in path[:depth]))
+                if self.branch.edit is not None:
+                    self._paths.append(tuple(tree.nodes[id].token for id in path[:depth]))
             above = known
 
     def prefill(self, limit: int) -> int:

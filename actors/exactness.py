@@ -11,7 +11,7 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
-from paceline.actors.constraints import Compile, DeadEnd, Shaper
+from paceline.actors.constraints import Compile, DeadEnd, constraints_of, shaper_of
 from paceline.actors.engine import Engine, Feed
 from paceline.actors.rule import BadLogits, Edit, draw, perturbed
 from paceline.actors.values import Request, Stats
@@ -135,16 +135,9 @@ def teacher_force(
     """
     if not tokens:
         return []
-    edit = _edit(request, eos_ids, engine.vocab_size, compile)
+    edit = shaper_of(constraints_of(request, eos_ids), request.prompt, (), engine.vocab_size, compile)
     with closing(_rows(engine, request.prompt, tokens, chunk)) as rows:
         return [_judge(row, request, tokens, index, edit) for index, row in enumerate(rows)]
-
-
-def _edit(request: Request, eos_ids: frozenset[int], vocab_size: int, compile: Compile | None) -> Edit | None:
-    """What the request's constraints do to the logits after any part of an answer."""
-    ends = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else eos_ids)
-    constraints = replace(request.constraints, ends=tuple(sorted(ends)))
-    return Shaper(constraints, request.prompt, (), vocab_size, compile) if constraints.active else None
 
 
 def _rows(engine: Engine, prompt: Sequence[int], tokens: Sequence[int], chunk: int) -> Generator[Tensor, None, None]:

@@ -91,12 +91,7 @@ class Grammars:
             raise GrammarError(f"the target's tokenizer cannot be used with grammars: {error}") from error
 
     def check(self, grammar: str) -> None:
-        """Raise GrammarError, with the place, unless this can be compiled."""
-        from llguidance import LLMatcher
-
-        failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer, limits=_limits())
-        if failed:
-            raise GrammarError(_plainly(str(messages[0])))
+        """Raise GrammarError, with the reason, unless this can be compiled, and followed without delay."""
         started = time.monotonic()
         self.matcher(grammar).allowed((), ())
         if time.monotonic() - started > _PATIENCE:

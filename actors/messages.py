@@ -20,7 +20,7 @@ from paceline.actors.values import FREE, Constraints, Sampling
 VERSION = 3
 _MAGIC = b"PL"
 _HEADER = struct.Struct("<2sBBIII")
-_OPEN = struct.Struct("<QdddIII")
+_OPEN = struct.Struct("<QdddII")
 _CONSTRAINTS = struct.Struct("<dddIIIII")
 _BIAS = struct.Struct("<Id")
 _PLAN = struct.Struct("<16sHHHHHf")
@@ -60,7 +60,6 @@ class Open:
     tokens: tuple[int, ...]
     sampling: Sampling
     plan: Plan
-    max_tokens: int
     prompt_len: int = 0
     constraints: Constraints = FREE
 
@@ -150,7 +149,6 @@ def _encode_open(message: Open) -> bytes:
         sampling.top_p,
         sampling.min_p,
         sampling.top_k,
-        message.max_tokens,
         message.prompt_len,
     )
     plan, constraints = _pack_plan(message.plan), _pack_constraints(message.constraints)
@@ -219,9 +217,7 @@ class _Body:
             self.fail(f"{len(self.data)} bytes where {size} belong")
 
     def _fixed(self, layout: struct.Struct, start: int = _HEADER.size) -> tuple[Any, ...]:
-        if len(self.data) < start + layout.size:
-            self.fail(f"{len(self.data)} bytes are too few")
-        return layout.unpack_from(self.data, start)
+        return layout.unpack(self._part(start, layout.size))
 
     def _plan(self, start: int) -> Plan:
         name, k, fanout, width, budget, fresh, acceptance = self._fixed(_PLAN, start)
@@ -238,7 +234,7 @@ class _Body:
         return struct.unpack_from(f"<{count}I", self.data, start)
 
     def _open(self) -> Open:
-        seed, temperature, top_p, min_p, top_k, max_tokens, prompt_len = self._fixed(_OPEN)
+        seed, temperature, top_p, min_p, top_k, prompt_len = self._fixed(_OPEN)
         if not all(map(math.isfinite, (temperature, top_p, min_p))) or temperature < 0:
             self.fail("a sampling field is out of its range")
         start = _HEADER.size + _OPEN.size
@@ -248,7 +244,7 @@ class _Body:
         constraints, start = self._constraints(start + _PLAN.size)
         tokens = self._tokens(start, self.base_len)
         sampling = Sampling(temperature, top_k, top_p, min_p, seed)
-        return Open(self.session, self.epoch, tokens, sampling, plan, max_tokens, prompt_len, constraints)
+        return Open(self.session, self.epoch, tokens, sampling, plan, prompt_len, constraints)
 
     def _constraints(self, start: int) -> tuple[Constraints, int]:
         """They, and where they end."""

@@ -131,8 +131,8 @@ def _model_drafter(spec: ModelSpec, device: Device) -> ModelDrafter:
     head = spec.head if translation is None else translation.drafter_ids
     engine = replace(spec, head=head).load(device)
     vocab_size = engine.vocab_size if translation is None else translation.vocab_size
-    grammars = TextCodec.load(spec.tokenizer).grammars(vocab_size)
-    return ModelDrafter(engine, head=spec.head, compile=grammars.matcher if grammars else None, translation=translation)
+    compile = TextCodec.load(spec.tokenizer).compiler(vocab_size)
+    return ModelDrafter(engine, head=spec.head, compile=compile, translation=translation)
 
 
 class _Worker:
@@ -190,14 +190,13 @@ class VerifierActor:
         engine = spec.model.load(device)
         codec = TextCodec.load(spec.model.directory)
         limits = Limits(codec.eos_ids, engine.context_length, engine.vocab_size)
-        grammars = codec.grammars(engine.vocab_size)
         verifier = Verifier(
             engine,
             limits,
             partial(stream_of, codec),
             spec.settings,
             tracer=self._tracer,
-            compile=grammars.matcher if grammars else None,
+            compile=codec.compiler(engine.vocab_size),
         )
         for one in spec.links:
             link = TorchLink(one.name, "verifier", self._store, device, verifier.inbox.put, one.settings)

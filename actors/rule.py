@@ -51,9 +51,9 @@ def perturbed(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
     return process(logits, sampling) + noise
 
 
-def draw(logits: Tensor, sampling: Sampling, position: int, edit: Edit | None = None) -> int:
-    """The target's own token at `position`, given its raw logits [V] there.  Raises the outcome's fault."""
-    outcome = verify(Subtree(), logits[None], sampling, position, edit)
+def draw(logits: Tensor, sampling: Sampling, position: int) -> int:
+    """The target's own token at `position`, given its edited logits [V] there.  Raises BadLogits."""
+    outcome = verify(Subtree(), logits[None], sampling, position)
     if outcome.fault is not None:
         raise outcome.fault
     return outcome.tokens[0]

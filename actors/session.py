@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.actors.constraints import Compile, Shaper
+from paceline.actors.constraints import Compile, constraints_of, shaper_of
 from paceline.actors.logprobs import logprobs
 from paceline.actors.messages import GrowthMessage, Open, Verdict
 from paceline.actors.rule import Edit, Outcome
 from paceline.actors.schedules import MAX_NODES, plan_of
 from paceline.actors.tree import ROOT, DraftTree, Growth, NewNode, Subtree
-from paceline.actors.values import FREE, Delta, ErrorCode, Finish, FinishReason, Request, Stats, TokenLogprobs
+from paceline.actors.values import Delta, ErrorCode, Finish, FinishReason, Request, Stats, TokenLogprobs
 from torch import Tensor
 
 log = logging.getLogger(__name__)
@@ -88,9 +88,8 @@ class Session:
         self.verdict_at = 0.0
         self._limits, self._text = limits, text
         self._stops = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else limits.eos_ids)
-        self._constraints = replace(request.constraints, ends=tuple(sorted(self._stops)))
-        active = self._constraints.active
-        self._shaper = Shaper(self._constraints, request.prompt, (), limits.vocab_size, compile) if active else None
+        self._constraints = constraints_of(request, limits.eos_ids)
+        self._shaper = shaper_of(self._constraints, request.prompt, (), limits.vocab_size, compile)
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._drafted = self._accepted = self._passes = self._hits = 0
         self._waited = 0.0
@@ -129,9 +128,8 @@ class Session:
             tuple(self.tokens),
             self.request.sampling,
             self.plan,
-            self.remaining,
             len(self.request.prompt),
-            self._constraints if self._constraints.active else FREE,
+            self._constraints,
         )
 
     def drop(self, name: str) -> None:
@@ -197,12 +195,8 @@ class Session:
     @property
     def unread(self) -> bool:
         """Whether log-probabilities of the prompt are still wanted, so that all of it has to be read."""
-        return self.request.prompt_logprobs is not None and self._missing > 0
-
-    @property
-    def _missing(self) -> int:
-        """How many tokens of the prompt have no log-probability yet, where they are wanted."""
-        return len(self.request.prompt) - 1 - len(self._prompt_logprobs)
+        wanted = self.request.prompt_logprobs is not None
+        return wanted and len(self._prompt_logprobs) < len(self.request.prompt) - 1
 
     def read(self, start: int, rows: Tensor) -> None:
         """Note the log-probabilities of the prompt's tokens.  rows: logits [n, V], the first one after `start`."""

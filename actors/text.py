@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.actors.constraints import Compile
 from paceline.actors.grammar import GrammarError, Grammars
 from paceline.actors.session import TextStream
 from paceline.actors.values import Request
@@ -127,6 +128,11 @@ class TextCodec:
             log.warning("%s", error)
             self.has_grammars = False
             return None
+
+    def compiler(self, vocab_size: int) -> Compile | None:
+        """See `grammars`: what makes a matcher of a grammar."""
+        grammars = self.grammars(vocab_size)
+        return grammars.matcher if grammars else None
 
     def check_grammar(self, grammar: str) -> None:
         """Raise ValueError, with the place, unless this grammar can be followed."""

@@ -263,7 +263,7 @@ class Verifier:
         # Nothing is taken before the session stands, so there is nothing to give back if it cannot.
         session = self._paused.pop(request.id, None) or self._session(request, slot)
         session.slot = slot
-        session.sequence = self._engine.open(session.tokens, _salt(request, session.unread))
+        self._take_sequence(session)
         self._slots[slot] = session
         self.sessions[request.id] = session
         cached = self._engine.length(session.sequence)
@@ -291,8 +291,11 @@ class Verifier:
             return True
         session.follows = False
         self._engine.close(session.sequence)
-        session.sequence = self._engine.open(session.tokens, _salt(session.request, session.unread))
+        self._take_sequence(session)
         return False
+
+    def _take_sequence(self, session: Session) -> None:
+        session.sequence = self._engine.open(session.tokens, _salt(session.request, session.unread))
 
     def _session(self, request: Request, slot: int) -> Session:
         return Session(request, slot, self._limits, self._text(request), self._compile)

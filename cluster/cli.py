@@ -362,13 +362,11 @@ def generate(
         speculation = {"schedule": schedule, "k": k, "fanout": fanout, "width": width, "budget": budget}
         speculation |= {"max_k": max_k}
         sampling: dict[str, object] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
-        sampling |= {"seed": seed}
-        sampling |= {"presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty}
-        sampling |= {"repetition_penalty": repetition_penalty}
-        sampling |= {"logit_bias": commands.biases(logit_bias or [])}
+        sampling |= {"presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty, "seed": seed}
+        sampling |= {"repetition_penalty": repetition_penalty, "logit_bias": commands.biases(logit_bias or [])}
         fields: dict[str, object] = {"n": n, "max_tokens": max_tokens, "min_tokens": min_tokens}
-        fields |= {"stop_token_ids": stop_token_id}
-        fields |= {"stop": stop, "bad_words": bad_word, "ignore_eos": ignore_eos, "include_stop": include_stop}
+        fields |= {"stop_token_ids": stop_token_id, "stop": stop, "bad_words": bad_word}
+        fields |= {"ignore_eos": ignore_eos, "include_stop": include_stop}
         fields |= {"logprobs": logprobs is not None, "top_logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
         fields |= {"response_format": commands.response_format(json_schema, regex, grammar)}
         request = commands.options(speculation, sampling, fields)

@@ -14,7 +14,7 @@ import socket
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -142,46 +142,36 @@ def _in_use(address: str) -> AddressInUse:
     return AddressInUse(f"{address} is in use; choose another port with --address, or stop what listens there")
 
 
-class _Piece:
-    """What came of one choice since its client took something last, merged into one delta."""
-
-    def __init__(self) -> None:
-        self._deltas: list[Delta] = []
-
-    def add(self, delta: Delta) -> None:
-        self._deltas.append(delta)
-
-    def merged(self) -> Delta:
-        deltas = self._deltas
-        return Delta(
-            tuple(token for delta in deltas for token in delta.token_ids),
-            "".join(delta.text for delta in deltas),
-            deltas[-1].finish,
-            tuple(one for delta in deltas for one in delta.logprobs),
-            tuple(one for delta in deltas for one in delta.prompt_logprobs),
-        )
+def _merged(deltas: Sequence[Delta]) -> Delta:
+    """One delta in place of several of one choice."""
+    return Delta(
+        tuple(token for delta in deltas for token in delta.token_ids),
+        "".join(delta.text for delta in deltas),
+        deltas[-1].finish,
+        tuple(one for delta in deltas for one in delta.logprobs),
+        tuple(one for delta in deltas for one in delta.prompt_logprobs),
+    )
 
 
 class _Outbox:
-    """The deltas of a call's choices on their way to its client."""
+    """The deltas of a call's choices on their way to its client; what it has not taken yet is merged into one each.
+
+    running: the choices that have not ended by themselves.
+    """
 
     def __init__(self, choices: int) -> None:
-        self._open = set(range(choices))
-        self._pieces: dict[int, _Piece] = defaultdict(_Piece)
+        self.running = set(range(choices))
+        self._waiting: dict[int, list[Delta]] = defaultdict(list)
         self._error: Exception | None = None
         self._ready = asyncio.Event()
 
-    def has_end_of(self, index: int) -> bool:
-        """Whether this choice has ended by itself."""
-        return index not in self._open
-
     def put(self, index: int, delta: Delta) -> None:
-        if self._error is not None:
-            return
-        self._pieces[index].add(delta)
         if delta.finish is not None:
-            self._open.discard(index)
-        self._ready.set()
+            self.running.discard(index)
+        # Nothing comes after an error.
+        if self._error is None:
+            self._waiting[index].append(delta)
+            self._ready.set()
 
     def fail(self, error: Exception) -> None:
         self._error = self._error or error
@@ -193,12 +183,12 @@ class _Outbox:
         Raises what `fail` was given, after all that came before.
         """
         await self._ready.wait()
-        taken, self._pieces = sorted(self._pieces.items()), defaultdict(_Piece)
+        taken, self._waiting = sorted(self._waiting.items()), defaultdict(list)
         if not taken and self._error is not None:
             raise self._error
-        if self._open and self._error is None:
+        if self.running and self._error is None:
             self._ready.clear()
-        return [(index, piece.merged()) for index, piece in taken]
+        return [(index, _merged(deltas)) for index, deltas in taken]
 
 
 class _Health:
@@ -260,15 +250,11 @@ class _Health:
 
 @dataclass(slots=True)
 class _Call:
-    """A call of Generate.  left: choices that have not ended.  pumps: who takes their deltas."""
+    """A call of Generate.  pumps: who takes the deltas of its choices."""
 
     choices: list[Request]
     outbox: _Outbox
     pumps: list[asyncio.Task[None]] = field(default_factory=list)
-    left: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.left = len(self.choices)
 
     @property
     def id(self) -> str:
@@ -378,13 +364,11 @@ class _Servicer(pb_grpc.GenerationServiceServicer):
             async with aclosing(self._backend.generate(call.choices[index])) as stream:
                 async for delta in stream:
                     self._health.alive()
-                    if delta.finish is not None:
-                        call.left -= 1
-                        if not call.left:
-                            # Before the client can know of the end, and use the id again.
-                            self._running.discard(call.id)
                     outbox.put(index, delta)
                     if delta.finish is not None:
+                        if not outbox.running:
+                            # Before the client can know of the end, and use the id again.
+                            self._running.discard(call.id)
                         return
             outbox.fail(_Failed(grpc.StatusCode.INTERNAL, "the answer broke off"))
         except Exception as error:
@@ -429,7 +413,7 @@ class _Servicer(pb_grpc.GenerationServiceServicer):
         await asyncio.shield(task)
 
     async def _free(self, call: _Call) -> None:
-        running = [index for index in range(len(call.choices)) if not call.outbox.has_end_of(index)]
+        running = sorted(call.outbox.running)
         await asyncio.gather(*(self._cancel(call.choices[index].id) for index in running))
         # Only now: nobody may use the ids while the cancel is under way.
         for index in running:
@@ -438,7 +422,7 @@ class _Servicer(pb_grpc.GenerationServiceServicer):
         if call.pumps:
             await asyncio.wait(call.pumps, timeout=_RELEASE_TIMEOUT)
         # Where all had ended by themselves the id has been free for long, and may be another call's.
-        if call.left:
+        if call.outbox.running:
             self._running.discard(call.id)
 
     async def _cancel(self, id: str) -> None:

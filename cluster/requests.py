@@ -93,10 +93,17 @@ def check(
 
     It is the first one of `choices`.
     """
-    check_options(proto)
     # The prompt comes last: tokenizing is what takes time.
+    _known_fields(proto)
+    request_id = _request_id(proto, new_id)
+    sampling = _sampling(proto.sampling, new_seed)
+    stop = _stops(proto.stop)
     stop_token_ids = _stop_token_ids(proto.stop_token_ids, model.vocab_size)
-    if proto.stop and not codec.vocab_size:
+    _choices(proto)
+    top_logprobs, prompt_logprobs = _top_logprobs(proto), _prompt_logprobs(proto)
+    speculation = _speculation(proto.speculation, model.speculation)
+    _asks_for_tokens(proto)
+    if stop and not codec.vocab_size:
         raise Invalid("stop", "the target has no tokenizer, so there is no text to find it in; use stop_token_ids")
     constraints = _constraints(proto, codec, model.vocab_size)
     prompt = _prompt(proto, codec, model)
@@ -104,18 +111,18 @@ def check(
     if proto.min_tokens > max_tokens:
         raise Invalid("min_tokens", f"must be at most max_tokens, which is {max_tokens} here, got {proto.min_tokens}")
     return Request(
-        id=_request_id(proto, new_id),
+        id=request_id,
         prompt=prompt,
-        sampling=_sampling(proto.sampling, new_seed),
+        sampling=sampling,
         max_tokens=max_tokens,
-        stop=_stops(proto.stop),
+        stop=stop,
         stop_token_ids=stop_token_ids,
         ignore_eos=proto.ignore_eos,
-        speculation=_speculation(proto.speculation, model.speculation),
+        speculation=speculation,
         constraints=constraints,
         include_stop=proto.include_stop,
-        top_logprobs=_top_logprobs(proto),
-        prompt_logprobs=_prompt_logprobs(proto),
+        top_logprobs=top_logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -300,6 +307,7 @@ def _constraints(proto: pb.GenerateRequest, codec: Codec, vocab_size: int) -> Co
 
 def _ids_of_words(words: Sequence[str], codec: Codec, vocab_size: int) -> Iterator[tuple[int, ...]]:
     """The ids of each word, at the beginning of a text and after a space."""
+    _bad_words(words)
     if words and not codec.vocab_size:
         raise Invalid("bad_words", "the target has no tokenizer, so there are no words; use sampling.logit_bias")
     for index, word in enumerate(words):

@@ -53,8 +53,7 @@ class LocalCell:
         self.rng = random.Random(seed)
         codec = TextCodec.load(target)
         limits = Limits(codec.eos_ids, self.engine.context_length, self.engine.vocab_size)
-        grammars = codec.grammars(self.engine.vocab_size)
-        compile = grammars.matcher if grammars else None
+        compile = codec.compiler(self.engine.vocab_size)
         text = partial(stream_of, codec)
         self.verifier = Verifier(self.engine, limits, text, settings, lambda: self.now, compile=compile)
         self.drafters: dict[str, DrafterLoop] = {}

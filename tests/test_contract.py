@@ -68,7 +68,7 @@ def uneditable(monkeypatch: pytest.MonkeyPatch, token: int) -> None:
                 raise RuntimeError("a processor broke")
             return super().__call__(logits, path)
 
-    monkeypatch.setattr(session_module, "Shaper", Raising)
+    monkeypatch.setattr(session_module, "shaper_of", Raising)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

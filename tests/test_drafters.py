@@ -359,7 +359,7 @@ def test_one_turn_of_the_loop_is_one_forward_and_a_verdict_is_heard_before_the_n
             loop.inbox.put(Shutdown())
 
     engine.before_step = happen
-    receive(Open(0, 1, (5, 6, 7), GREEDY, plan, 50))
+    receive(Open(0, 1, (5, 6, 7), GREEDY, plan))
     loop.run()
     assert len(engine.feeds) == 7
     assert any(len(texts) == 3 for texts in engine.texts[:4])

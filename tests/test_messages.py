@@ -39,7 +39,7 @@ constraints = st.builds(
     tokens,
     st.text(max_size=50),
 )
-opens = st.builds(Open, u32, u32, tokens, samplings, plans, u32, st.just(0), constraints)
+opens = st.builds(Open, u32, u32, tokens, samplings, plans, st.just(0), constraints)
 nodes = st.builds(NewNode, st.integers(1, 2**32 - 1), u32, u32, st.floats(-100, 0, width=32))
 seconds = st.floats(0, 1000, width=32)
 growths = st.builds(

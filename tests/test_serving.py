@@ -585,4 +585,4 @@ def test_the_open_message_of_a_session_says_what_a_drafter_needs(target: Path) -
     cell.verifier.take(0)
     message = decode(cell.verifier_end.outbox[-1])
     plan, count = plan_of(request.speculation), len(request.prompt)
-    assert message == Open(0, 1, request.prompt, request.sampling, plan, request.max_tokens, count)
+    assert message == Open(0, 1, request.prompt, request.sampling, plan, count)
